@@ -1,0 +1,140 @@
+#include "capi/check.h"
+
+#include <cstdint>
+#include <exception>
+#include <new>
+
+#include "cuda/device.h"
+
+namespace kdtree::capi {
+
+namespace {
+thread_local std::string last_error;
+}  // namespace
+
+const char *last_error_message() {
+  return last_error.c_str();
+}
+
+int fail(const Error &error) noexcept {
+  try {
+    last_error = error.message;
+  } catch (...) {
+    last_error.clear();
+  }
+  return error.status;
+}
+
+int fail_unknown() noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc &) {
+    return fail({KDTREE_ERROR_MEMORY, "out of host memory"});
+  } catch (const std::exception &e) {
+    return fail({KDTREE_ERROR_INTERNAL, e.what()});
+  } catch (...) {
+    return fail({KDTREE_ERROR_INTERNAL, "unknown exception"});
+  }
+}
+
+Device device_of(int32_t device_type, int32_t device_id) {
+  // DLPack's numbers: kDLCPU 1, kDLCUDA 2, kDLCUDAHost 3, kDLCUDAManaged 13.
+  if (device_type == 1 || device_type == 3) return Device::cpu;
+  if (device_type != 2 && device_type != 13)
+    throw TypeError("device_type: expected CPU (1, 3) or CUDA (2, 13), got " +
+                    std::to_string(device_type));
+  if (device_id < 0)
+    throw ValueError("device_id: expected a CUDA ordinal, got " + std::to_string(device_id));
+  return Device::cuda;
+}
+
+DeviceGuard::DeviceGuard(Device device, int32_t device_id) {
+  if (device == Device::cuda) previous_ = cuda::enter_device(device_id);
+}
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cuda::leave_device(previous_);
+}
+
+std::string range_text(int64_t low, int64_t high) {
+  return high == INT64_MAX ? "at least " + std::to_string(low)
+                           : std::to_string(low) + ".." + std::to_string(high);
+}
+
+void check_range(const char *name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    throw ValueError(std::string(name) + ": expected " + range_text(low, high) + ", got " +
+                     std::to_string(value));
+}
+
+void check_pointer(const char *name, const void *ptr, int64_t alignment) {
+  if (ptr == nullptr) throw ValueError(std::string(name) + ": expected an array, got NULL");
+  if (reinterpret_cast<uintptr_t>(ptr) % static_cast<uintptr_t>(alignment) != 0)
+    throw ValueError(std::string(name) + ": expected an address in multiples of " +
+                     std::to_string(alignment) + " bytes, got one that is " +
+                     std::to_string(reinterpret_cast<uintptr_t>(ptr) % alignment) + " past");
+}
+
+int64_t dtype_size(int32_t dtype) {
+  switch (dtype) {
+    case KDTREE_I64: return 8;
+    case KDTREE_I32:
+    case KDTREE_F32: return 4;
+    case KDTREE_F16:
+    case KDTREE_BF16: return 2;
+    case KDTREE_F8E4M3: return 1;
+  }
+  return 0;
+}
+
+static const char *dtype_name(int32_t dtype) {
+  switch (dtype) {
+    case KDTREE_I32: return "int32";
+    case KDTREE_I64: return "int64";
+    case KDTREE_F16: return "float16";
+    case KDTREE_BF16: return "bfloat16";
+    case KDTREE_F32: return "float32";
+    case KDTREE_F8E4M3: return "float8_e4m3fn";
+  }
+  return "an unknown dtype";
+}
+
+void check_dtype(const char *name, int32_t dtype, std::initializer_list<kdtree_dtype> allowed) {
+  std::string names;
+  for (kdtree_dtype one : allowed) {
+    if (dtype == one) return;
+    names += (names.empty() ? "" : " or ") + std::string(dtype_name(one));
+  }
+  throw TypeError(std::string(name) + ": expected " + names + ", got " + dtype_name(dtype));
+}
+
+Extent extent(const char *name, const void *ptr, int64_t element_size,
+              std::initializer_list<Dim> dims) {
+  Extent e{name, ptr, 0, element_size};
+  for (const Dim &dim : dims) {
+    if (dim.size <= 0) return {name, ptr, 0, 0};
+    const int64_t reach = (dim.size - 1) * dim.stride * element_size;
+    (reach < 0 ? e.low : e.high) += reach;
+  }
+  return e;
+}
+
+static bool overlap(const Extent &a, const Extent &b) {
+  if (a.ptr == nullptr || b.ptr == nullptr || a.low == a.high || b.low == b.high) return false;
+  const auto pa = reinterpret_cast<intptr_t>(a.ptr), pb = reinterpret_cast<intptr_t>(b.ptr);
+  return pa + a.low < pb + b.high && pb + b.low < pa + a.high;
+}
+
+void check_no_overlap(std::initializer_list<Extent> outputs, std::initializer_list<Extent> inputs) {
+  for (auto out = outputs.begin(); out != outputs.end(); ++out) {
+    for (const Extent &in : inputs)
+      if (overlap(*out, in))
+        throw ValueError(std::string(out->name) +
+                         ": expected memory of its own, got an overlap with " + in.name);
+    for (auto other = out + 1; other != outputs.end(); ++other)
+      if (overlap(*out, *other))
+        throw ValueError(std::string(out->name) +
+                         ": expected memory of its own, got an overlap with " + other->name);
+  }
+}
+
+}  // namespace kdtree::capi

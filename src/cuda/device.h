@@ -1,0 +1,25 @@
+// CUDA devices as the rest of the library sees them; no CUDA header needed to include this.
+#pragma once
+
+#include <cstdint>
+
+#include "kdtree.h"
+
+namespace kdtree::cuda {
+
+// Makes device_id current and returns the device that was; throws (KDTREE_ERROR_NO_CODE) when
+// there is no driver, no such device, or no code for it in this build.
+int enter_device(int32_t device_id);
+void leave_device(int previous) noexcept;
+
+// The attention path of a device.
+enum class Path { sm80, sm90 };
+// Of the current device; KDTREE_FORCE_PATH=sm80 forces the portable one.
+Path current_path();
+int num_sms();  // of the current device
+
+void device_info(kdtree_device_info_params &info);
+void *allocate(int64_t bytes, void *stream);
+void release(void *ptr, void *stream);
+
+}  // namespace kdtree::cuda

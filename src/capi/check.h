@@ -33,6 +33,7 @@ class DeviceGuard {
 // Runs body() and maps what it throws to a status, with the message in kdtree_last_error().
 int fail(const Error &error) noexcept;
 int fail_unknown() noexcept;
+const char *last_error_message();  // of the calling thread
 template <class Body>
 int guarded(Body &&body) noexcept {
   try {
@@ -71,7 +72,7 @@ template <class Params, class Check>
 int run_op(const Params *params, void *stream, Check &&check, void (*on_cpu)(const Params &),
            void (*on_cuda)(const Params &, Stream)) noexcept {
   return guarded([&] {
-    const Params p = read_params(params);
+    Params p = read_params(params);
     const Device device = device_of(p.device_type, p.device_id);
     if (!check(p, device)) return;
     if (device == Device::cpu) return on_cpu(p);

@@ -4,9 +4,9 @@
 //   template <class Group> KDTREE_HD void body(Group &group, const Request &r, Scratch &scratch)
 //
 // lane() and size() split the work; what one lane writes to scratch another may read after
-// sync(). Collectives (sync, ballot, shfl) must be reached by every lane of the group. Tests run
-// the same bodies as fibers, where a divergent collective aborts, and as threads under
-// ThreadSanitizer, where a missing sync() is a race.
+// sync(). Collectives (sync, ballot, shfl, max) must be reached by every lane of the group; the
+// source of a shfl is taken modulo the size. Tests run the same bodies as fibers, where a divergent
+// collective aborts, and as threads under ThreadSanitizer, where a missing sync() is a race.
 #pragma once
 
 #include <stdint.h>
@@ -20,20 +20,23 @@
 namespace kdtree::tree {
 
 struct SerialGroup {
+  static constexpr int kSize = 1;
   KDTREE_HD int lane() const { return 0; }
-  KDTREE_HD int size() const { return 1; }
+  KDTREE_HD int size() const { return kSize; }
   KDTREE_HD void sync() const {}
   KDTREE_HD uint32_t ballot(bool value) const { return value ? 1u : 0u; }
   template <class T>
   KDTREE_HD T shfl(T value, int) const {
     return value;
   }
+  KDTREE_HD uint32_t max(uint32_t value) const { return value; }
 };
 
 #if defined(__CUDACC__)
 struct WarpGroup {
+  static constexpr int kSize = 32;
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
-  __device__ __forceinline__ int size() const { return 32; }
+  __device__ __forceinline__ int size() const { return kSize; }
   __device__ __forceinline__ void sync() const { __syncwarp(); }
   __device__ __forceinline__ uint32_t ballot(bool value) const {
     return __ballot_sync(0xffffffffu, value);
@@ -42,7 +45,32 @@ struct WarpGroup {
   __device__ __forceinline__ T shfl(T value, int source) const {
     return __shfl_sync(0xffffffffu, value, source);
   }
+  __device__ __forceinline__ uint32_t max(uint32_t value) const {
+    return __reduce_max_sync(0xffffffffu, value);
+  }
 };
 #endif
+
+// The lowest lane of a ballot that is not empty.
+KDTREE_HD int lowest_lane(uint32_t lanes) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(static_cast<int>(lanes)) - 1;
+#else
+  return __builtin_ctz(lanes);
+#endif
+}
+
+// The lowest lane that holds the largest key of the group. A collective.
+template <class Group>
+KDTREE_HD int lane_of_max(Group &group, uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32), low = static_cast<uint32_t>(key);
+  const uint32_t top = group.max(high);
+  uint32_t holders = group.ballot(high == top);
+  if ((holders & (holders - 1)) != 0) {  // the same for every lane: the low words decide
+    const uint32_t low_top = group.max(high == top ? low : 0);
+    holders = group.ballot(high == top && low == low_top);
+  }
+  return lowest_lane(holders);
+}
 
 }  // namespace kdtree::tree

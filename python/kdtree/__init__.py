@@ -1,0 +1,44 @@
+"""kdtree: the GPU side of one tree-speculation round for MLA models.
+
+    draft_topk      drafter logits -> top-K log-probs and ids per future position
+    build_ddtree    best-first draft tree under a node budget
+    verify_attn     MLA-absorbed attention: paged prefix + ancestor-masked tree
+    tree_accept     walk the tree along the target's own tokens
+    commit_kv       move the accepted tokens' KV rows to their final places
+
+Every op takes NumPy arrays, torch tensors (CPU or CUDA) and any other DLPack producer, all on
+one device, and returns arrays of the same library. Importing this module imports neither NumPy
+nor torch and touches no CUDA state.
+"""
+
+from kdtree.accept import tree_accept, tree_accept_logits
+from kdtree.attention import verify_attn, verify_attn_workspace
+from kdtree.commit import commit_kv
+from kdtree.draft import draft_topk, merge_topk
+from kdtree.records import Accept, DraftTopK, Tree
+from kdtree.tree import build_ddtree, expand_mask, tree_links
+
+__version__ = "0.1.0"
+
+#: Most tree slots of a request, root included: 64 nodes fit one 64-bit ancestor word.
+MAX_QLEN = 65
+#: Most candidates per draft position.
+MAX_K = 64
+
+__all__ = [
+    "MAX_K",
+    "MAX_QLEN",
+    "Accept",
+    "DraftTopK",
+    "Tree",
+    "build_ddtree",
+    "commit_kv",
+    "draft_topk",
+    "expand_mask",
+    "merge_topk",
+    "tree_accept",
+    "tree_accept_logits",
+    "tree_links",
+    "verify_attn",
+    "verify_attn_workspace",
+]

@@ -1,0 +1,539 @@
+#include "python/array.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cmath>
+#include <cstring>
+#include <unordered_map>
+
+namespace kdtree::python {
+
+namespace {
+
+std::string type_text(nb::handle value) {
+  nb::handle type = value.type();
+  return nb::cast<std::string>(nb::str(type.attr("__module__"))) + "." +
+         nb::cast<std::string>(nb::str(type.attr("__qualname__")));
+}
+
+// A class of a module that may not have been imported; then nothing is an instance of it.
+bool is_instance(nb::handle value, const char *module, const char *class_name) {
+  PyObject *modules = PyImport_GetModuleDict();  // borrowed
+  PyObject *found = PyDict_GetItemString(modules, module);
+  if (found == nullptr) return false;
+  nb::object type = nb::getattr(nb::handle(found), class_name, nb::none());
+  if (type.is_none()) return false;
+  const int result = PyObject_IsInstance(value.ptr(), type.ptr());
+  if (result < 0) PyErr_Clear();
+  return result == 1;
+}
+
+dlpack::DataType dlpack_dtype(int32_t dtype) {
+  switch (dtype) {
+    case KDTREE_I32: return {0, 32, 1};
+    case KDTREE_I64: return {0, 64, 1};
+    case KDTREE_F16: return {2, 16, 1};
+    case KDTREE_BF16: return {4, 16, 1};
+    case KDTREE_F32: return {2, 32, 1};
+    case KDTREE_F8E4M3: return {10, 8, 1};
+    case kBool: return {6, 8, 1};
+  }
+  return {1, 8, 1};
+}
+
+// The text of the Python error that is set, which is cleared.
+std::string take_error() {
+  nb::python_error error;
+  return error.what();
+}
+
+int32_t dtype_of(dlpack::DataType t) {
+  if (t.lanes != 1) return kOther;
+  switch (t.code) {
+    case 0: return t.bits == 32 ? int32_t(KDTREE_I32) : t.bits == 64 ? int32_t(KDTREE_I64) : kOther;
+    case 1: return t.bits == 8 ? kUInt8 : kOther;
+    case 2: return t.bits == 16 ? int32_t(KDTREE_F16) : t.bits == 32 ? int32_t(KDTREE_F32) : kOther;
+    case 4: return t.bits == 16 ? int32_t(KDTREE_BF16) : kOther;
+    case 6: return t.bits == 8 ? kBool : kOther;
+    case 10: return t.bits == 8 ? int32_t(KDTREE_F8E4M3) : kOther;
+  }
+  return kOther;
+}
+
+std::string dlpack_dtype_text(dlpack::DataType t) {
+  static const char *const names[] = {"int",    "uint",    "float", "handle",
+                                      "bfloat", "complex", "bool"};
+  std::string text = t.code < 7 ? names[t.code] : "dtype code " + std::to_string(t.code) + " of ";
+  text += std::to_string(t.bits);
+  if (t.lanes != 1) text += "x" + std::to_string(t.lanes);
+  return text;
+}
+
+// NumPy's names, and those of ml_dtypes.
+int32_t dtype_of_name(const std::string &name) {
+  static const std::unordered_map<std::string, int32_t> names = {
+      {"int32", KDTREE_I32},     {"int64", KDTREE_I64},   {"float16", KDTREE_F16},
+      {"bfloat16", KDTREE_BF16}, {"float32", KDTREE_F32}, {"float8_e4m3fn", KDTREE_F8E4M3},
+      {"bool", kBool},           {"uint8", kUInt8}};
+  const auto found = names.find(name);
+  return found == names.end() ? kOther : found->second;
+}
+
+// A type's exchange API, or nullptr. Remembered per type; the type is kept alive with it.
+const dlpack::ExchangeApi *exchange_api(nb::handle type) {
+  static std::unordered_map<PyObject *, const dlpack::ExchangeApi *> known;  // under the GIL
+  const auto found = known.find(type.ptr());
+  if (found != known.end()) return found->second;
+  const dlpack::ExchangeApi *api = nullptr;
+  if (nb::hasattr(type, "__dlpack_c_exchange_api__")) {
+    nb::object capsule = type.attr("__dlpack_c_exchange_api__");
+    api = static_cast<const dlpack::ExchangeApi *>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) PyErr_Clear();
+    while (api != nullptr && api->version.major != 1) api = api->previous;
+  }
+  type.inc_ref();
+  known.emplace(type.ptr(), api);
+  return api;
+}
+
+}  // namespace
+
+const char *dtype_text(int32_t dtype) {
+  switch (dtype) {
+    case KDTREE_I32: return "int32";
+    case KDTREE_I64: return "int64";
+    case KDTREE_F16: return "float16";
+    case KDTREE_BF16: return "bfloat16";
+    case KDTREE_F32: return "float32";
+    case KDTREE_F8E4M3: return "float8_e4m3fn";
+    case kBool: return "bool";
+    case kUInt8: return "uint8";
+  }
+  return "another dtype";
+}
+
+static int64_t item_size_of(int32_t dtype) {
+  switch (dtype) {
+    case KDTREE_I64: return 8;
+    case KDTREE_I32:
+    case KDTREE_F32: return 4;
+    case KDTREE_F16:
+    case KDTREE_BF16: return 2;
+  }
+  return 1;
+}
+
+bool is_numpy(nb::handle value) {
+  return is_instance(value, "numpy", "ndarray");
+}
+bool is_torch(nb::handle value) {
+  return is_instance(value, "torch", "Tensor");
+}
+
+std::string shape_text(const int64_t *shape, int ndim) {
+  std::string text = "[";
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+// ---- import
+
+struct Array::BufferHolder {
+  Py_buffer view;
+};
+
+Array::Array(const char *name_, nb::handle value, nb::handle stream)
+    : name(name_), object(nb::borrow(value)) {
+  if (value.is_none()) throw TypeError(name + ": expected an array, got None");
+  if (is_torch(value)) {
+    library = Library::torch;
+    // What DLPack would refuse, or hand over as something else.
+    const auto flag = [&](const char *attribute) {
+      return nb::cast<bool>(nb::bool_(nb::object(value.attr(attribute))));
+    };
+    if (flag("requires_grad"))
+      throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
+    if (nb::cast<bool>(value.attr("is_conj")()) || nb::cast<bool>(value.attr("is_neg")()))
+      throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
+  } else {
+    library = is_numpy(value) ? Library::numpy : Library::dlpack;
+  }
+  if (library == Library::numpy) {
+    from_numpy(value);
+  } else if (!from_exchange_api(value)) {
+    if (!nb::hasattr(value, "__dlpack__") || !nb::hasattr(value, "__dlpack_device__") ||
+        PyType_Check(value.ptr()))
+      throw TypeError(name + ": expected an array (NumPy, torch or any DLPack producer), got " +
+                      type_text(value));
+    from_dlpack(value, stream);
+  }
+  if (data == nullptr && numel() > 0)
+    throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
+                    " without (a fake or meta tensor)");
+  // Strides of dimensions with one element mean nothing: make them dense.
+  int64_t dense = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (shape[i] <= 1) strides[i] = dense;
+    dense = strides[i] * (shape[i] > 0 ? shape[i] : 1);
+  }
+}
+
+Array::Array(Array &&other) noexcept
+    : name(std::move(other.name)),
+      data(other.data),
+      ndim(other.ndim),
+      dtype(other.dtype),
+      dtype_text(std::move(other.dtype_text)),
+      item_size(other.item_size),
+      device_type(other.device_type),
+      device_id(other.device_id),
+      readonly(other.readonly),
+      copied(other.copied),
+      library(other.library),
+      object(std::move(other.object)),
+      buffer_(other.buffer_),
+      capsule_(std::move(other.capsule_)) {
+  std::memcpy(shape, other.shape, sizeof(shape));
+  std::memcpy(strides, other.strides, sizeof(strides));
+  other.buffer_ = nullptr;
+}
+
+Array::~Array() {
+  if (buffer_ == nullptr) return;
+  PyBuffer_Release(&buffer_->view);
+  delete buffer_;
+}
+
+void Array::from_tensor(const dlpack::Tensor &tensor) {
+  if (tensor.ndim > kMaxDims)
+    throw ValueError(name + ": expected at most " + std::to_string(kMaxDims) + " dimensions, got " +
+                     std::to_string(tensor.ndim));
+  data = tensor.data == nullptr ? nullptr : static_cast<char *>(tensor.data) + tensor.byte_offset;
+  ndim = tensor.ndim;
+  int64_t dense = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    shape[i] = tensor.shape[i];
+    strides[i] = tensor.strides != nullptr ? tensor.strides[i] : dense;
+    dense *= shape[i];
+  }
+  dtype = dtype_of(tensor.dtype);
+  if (dtype == kOther) dtype_text = dlpack_dtype_text(tensor.dtype);
+  item_size = (tensor.dtype.bits * tensor.dtype.lanes + 7) / 8;
+  device_type = tensor.device.type;
+  device_id = tensor.device.id;
+}
+
+bool Array::from_exchange_api(nb::handle value) {
+  const dlpack::ExchangeApi *api = exchange_api(value.type());
+  if (api == nullptr || api->tensor_from_object == nullptr) return false;
+  dlpack::Tensor tensor{};
+  if (api->tensor_from_object(value.ptr(), &tensor) != 0)
+    throw TypeError(name + ": expected an array that DLPack can export, got: " + take_error());
+  from_tensor(tensor);
+  return true;
+}
+
+bool Array::from_numpy(nb::handle value) {
+  dtype_text = nb::cast<std::string>(nb::str(value.attr("dtype")));
+  dtype = nb::cast<bool>(value.attr("dtype").attr("isnative")) ? dtype_of_name(dtype_text) : kOther;
+  nb::object plain = nb::borrow(value);
+  if (dtype == KDTREE_BF16 || dtype == KDTREE_F8E4M3)  // not in the buffer protocol
+    plain = value.attr("view")(dtype == KDTREE_BF16 ? "uint16" : "uint8");
+  auto holder = new BufferHolder;
+  if (PyObject_GetBuffer(plain.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
+    delete holder;
+    throw TypeError(name + ": expected an array of numbers, got " + dtype_text + " (" +
+                    take_error() + ")");
+  }
+  buffer_ = holder;
+  const Py_buffer &view = holder->view;
+  if (view.ndim > kMaxDims)
+    throw ValueError(name + ": expected at most " + std::to_string(kMaxDims) + " dimensions, got " +
+                     std::to_string(view.ndim));
+  data = view.buf;
+  ndim = view.ndim;
+  readonly = view.readonly != 0;
+  item_size = view.itemsize;
+  for (int i = 0; i < ndim; ++i) {
+    shape[i] = view.shape[i];
+    strides[i] = item_size > 0 ? view.strides[i] / item_size : 0;
+    if (item_size > 0 && view.strides[i] % item_size != 0 && shape[i] > 1)
+      throw ValueError(name + ": expected strides in whole elements, got " +
+                       std::to_string(view.strides[i]) + " bytes in dimension " +
+                       std::to_string(i));
+  }
+  return true;
+}
+
+void Array::from_dlpack(nb::handle value, nb::handle stream) {
+  const nb::object device = value.attr("__dlpack_device__")();
+  device_type = nb::cast<int32_t>(nb::int_(nb::object(device[0])));
+  device_id = nb::cast<int32_t>(nb::int_(nb::object(device[1])));
+  nb::dict options;
+  if (on_cuda()) {
+    // The producer makes its data ready on the stream that the op runs on; DLPack spells the
+    // legacy default stream 1.
+    void *handle = stream_of(stream, *this);
+    options["stream"] =
+        nb::int_(handle == nullptr ? uintptr_t(1) : reinterpret_cast<uintptr_t>(handle));
+  }
+  nb::dict versioned;
+  versioned.update(options);
+  versioned["max_version"] = nb::make_tuple(1, 1);
+  const auto export_with = [&](const nb::dict &keywords) {
+    return nb::steal(PyObject_VectorcallDict(nb::object(value.attr("__dlpack__")).ptr(), nullptr, 0,
+                                             keywords.ptr()));
+  };
+  nb::object capsule = export_with(versioned);
+  if (!capsule.is_valid() && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();  // a producer from before DLPack 1.0
+    capsule = export_with(options);
+  }
+  if (!capsule.is_valid())
+    throw TypeError(name + ": expected an array that DLPack can export, got: " + take_error());
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    const auto managed = static_cast<dlpack::ManagedTensorVersioned *>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    if (managed->version.major != 1)
+      throw TypeError(name + ": expected DLPack version 1, got " +
+                      std::to_string(managed->version.major));
+    readonly = (managed->flags & dlpack::kReadOnly) != 0;
+    copied = (managed->flags & dlpack::kIsCopied) != 0;
+    from_tensor(managed->tensor);
+  } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
+    from_tensor(
+        static_cast<dlpack::ManagedTensor *>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"))
+            ->tensor);
+  } else {
+    throw TypeError(name + ": expected a DLPack capsule from __dlpack__, got " +
+                    type_text(capsule));
+  }
+  capsule_ = std::move(capsule);  // left unconsumed: its destructor frees what it holds
+}
+
+// ---- checks
+
+int64_t Array::numel() const {
+  int64_t count = 1;
+  for (int i = 0; i < ndim; ++i) count *= shape[i];
+  return count;
+}
+
+const Array &Array::rank(int expected, const char *text) const {
+  if (ndim != expected)
+    throw ValueError(name + ": expected shape " + text + ", got " + shape_text(shape, ndim));
+  return *this;
+}
+
+const Array &Array::dims(std::initializer_list<int64_t> expected, const char *text) const {
+  return dims(std::vector<int64_t>(expected), text);
+}
+
+const Array &Array::dims(const std::vector<int64_t> &expected, const char *text) const {
+  bool same = ndim == static_cast<int>(expected.size());
+  for (int i = 0; same && i < ndim; ++i) same = shape[i] == expected[i];
+  if (!same)
+    throw ValueError(name + ": expected shape " + text + " = " +
+                     shape_text(expected.data(), static_cast<int>(expected.size())) + ", got " +
+                     shape_text(shape, ndim));
+  return *this;
+}
+
+const Array &Array::dtypes(std::initializer_list<int32_t> allowed) const {
+  std::string names;
+  for (int32_t one : allowed) {
+    if (dtype == one) return *this;
+    names += (names.empty() ? "" : " or ") + std::string(python::dtype_text(one));
+  }
+  throw TypeError(name + ": expected dtype " + names + ", got " +
+                  (dtype == kOther ? dtype_text : std::string(python::dtype_text(dtype))));
+}
+
+const Array &Array::dense_innermost() const {
+  if (ndim > 0 && shape[ndim - 1] > 1 && strides[ndim - 1] != 1 && numel() > 0)
+    throw ValueError(name + ": expected a dense innermost dimension (stride 1), got stride " +
+                     std::to_string(strides[ndim - 1]));
+  return *this;
+}
+
+const Array &Array::same_device(const Array &other) const {
+  const auto text = [](const Array &a) {
+    if (a.device_type == 1 || a.device_type == 3) return std::string("cpu");
+    if (a.on_cuda()) return "cuda:" + std::to_string(a.device_id);
+    return "DLPack device type " + std::to_string(a.device_type);
+  };
+  if (!on_cuda() && device_type != 1 && device_type != 3)
+    throw TypeError(name + ": expected CPU or CUDA memory, got " + text(*this));
+  if (text(*this) != text(other))
+    throw ValueError(name + ": expected the device of " + other.name + " (" + text(other) +
+                     "), got " + text(*this));
+  return *this;
+}
+
+const Array &Array::writable() const {
+  if (readonly) throw ValueError(name + ": expected a writable array, got a read-only one");
+  if (copied)
+    throw ValueError(name +
+                     ": expected the caller's own memory, got a producer that exports copies");
+  return *this;
+}
+
+const Array &Array::contiguous() const {
+  int64_t dense = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (shape[i] > 1 && strides[i] != dense && numel() > 0)
+      throw ValueError(name + ": expected a contiguous array, got strides " +
+                       shape_text(strides, ndim) + " for shape " + shape_text(shape, ndim));
+    dense *= shape[i];
+  }
+  return *this;
+}
+
+// ---- outputs
+
+// Memory of the library's own behind a DLPack-speaking object.
+static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &shape, int32_t dtype,
+                               void *stream) {
+  struct Owned {
+    int32_t device_type, device_id;
+    void *memory;
+  };
+  int64_t bytes = item_size_of(dtype);
+  for (int64_t size : shape) bytes *= size;
+  auto owned = new Owned{like.device_type, like.device_id, nullptr};
+  nb::capsule owner(owned, [](void *p) noexcept {
+    auto self = static_cast<Owned *>(p);
+    kdtree_free(self->device_type, self->device_id, self->memory, nullptr);
+    delete self;
+  });
+  throw_status(kdtree_malloc(like.device_type, like.device_id, bytes, stream, &owned->memory));
+  const dlpack::DataType type = dlpack_dtype(dtype);
+  const std::vector<size_t> dims(shape.begin(), shape.end());
+  return nb::cast(nb::ndarray<nb::array_api>(
+      owned->memory, dims.size(), dims.data(), owner, nullptr,
+      nb::dlpack::dtype{type.code, type.bits, type.lanes}, like.device_type, like.device_id));
+}
+
+Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
+               int32_t dtype, void *stream) {
+  nb::list dims;
+  for (int64_t size : shape) dims.append(size);
+  const nb::tuple shape_tuple(dims);
+  nb::object made;
+  if (like.library == Library::torch) {
+    const nb::object torch = nb::module_::import_("torch");
+    nb::dict options;
+    options["dtype"] = torch.attr(python::dtype_text(dtype));
+    options["device"] = like.object.attr("device");
+    made = torch.attr("empty")(shape_tuple, **options);
+  } else if (like.library == Library::numpy) {
+    // bfloat16 is ml_dtypes', and an input has brought it.
+    const nb::object numpy_dtype = dtype == like.dtype
+                                       ? nb::object(like.object.attr("dtype"))
+                                       : nb::object(nb::str(python::dtype_text(dtype)));
+    made = nb::module_::import_("numpy").attr("empty")(shape_tuple, numpy_dtype);
+  } else {
+    made = dlpack_array(like, shape, dtype, stream);
+  }
+  return Array(name, made, nb::none());
+}
+
+Array output(const char *name, nb::handle value, const Array &like,
+             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
+             void *stream) {
+  if (value.is_none()) return allocate(name, like, shape, dtype, stream);
+  Array out(name, value, nb::none());
+  out.dtypes({dtype}).dims(shape, shape_name).same_device(like).writable().contiguous();
+  return out;
+}
+
+void throw_status(int status) {
+  if (status != KDTREE_OK) throw Error{static_cast<kdtree_status>(status), kdtree_last_error()};
+}
+
+void raise_in_python(const Error &error) {
+  switch (error.status) {
+    case KDTREE_ERROR_VALUE: return PyErr_SetString(PyExc_ValueError, error.message.c_str());
+    case KDTREE_ERROR_TYPE: return PyErr_SetString(PyExc_TypeError, error.message.c_str());
+    case KDTREE_ERROR_MEMORY: return PyErr_SetString(PyExc_MemoryError, error.message.c_str());
+    default: return PyErr_SetString(PyExc_RuntimeError, error.message.c_str());
+  }
+}
+
+// ---- streams
+
+void *stream_of(nb::handle stream, const Array &like) {
+  if (!stream.is_none()) {
+    nb::object handle = nb::borrow(stream);
+    if (nb::hasattr(stream, "cuda_stream")) {
+      handle = stream.attr("cuda_stream");
+    } else if (nb::hasattr(stream, "__cuda_stream__")) {
+      nb::object protocol = stream.attr("__cuda_stream__");
+      if (PyCallable_Check(protocol.ptr())) protocol = protocol();
+      handle = protocol[1];  // (version, handle)
+    }
+    if (PyBool_Check(handle.ptr()) || !PyLong_Check(handle.ptr()))
+      throw TypeError(
+          "stream: expected an int handle or an object with cuda_stream or __cuda_stream__, got " +
+          type_text(stream));
+    void *pointer = PyLong_AsVoidPtr(handle.ptr());
+    if (pointer == nullptr && PyErr_Occurred())
+      throw ValueError("stream: expected a cudaStream_t handle, got " + take_error());
+    if (nb::cast<bool>(handle < nb::int_(0)))
+      throw ValueError("stream: expected a cudaStream_t handle, got a negative number");
+    return pointer;
+  }
+  if (!like.on_cuda()) return nullptr;
+  const dlpack::ExchangeApi *api = exchange_api(like.object.type());
+  if (api != nullptr && api->current_stream != nullptr) {
+    void *current = nullptr;
+    if (api->current_stream(like.device_type, like.device_id, &current) != 0)
+      throw nb::python_error();
+    return current;
+  }
+  if (like.library == Library::torch) {
+    const nb::object current =
+        nb::module_::import_("torch").attr("cuda").attr("current_stream")(like.device_id);
+    return PyLong_AsVoidPtr(nb::object(current.attr("cuda_stream")).ptr());
+  }
+  if (is_instance(like.object, "cupy", "ndarray")) {
+    const nb::object current =
+        nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
+    return PyLong_AsVoidPtr(nb::object(current.attr("ptr")).ptr());
+  }
+  return nullptr;  // the legacy default stream, which waits for all others
+}
+
+// ---- scalars
+
+int64_t as_int(const char *name, nb::handle value) {
+  if (!PyBool_Check(value.ptr()) && PyIndex_Check(value.ptr())) {
+    nb::object number = nb::steal(PyNumber_Index(value.ptr()));
+    if (number.is_valid()) {
+      const long long result = PyLong_AsLongLong(number.ptr());
+      if (!(result == -1 && PyErr_Occurred())) return result;
+      PyErr_Clear();
+      throw ValueError(std::string(name) + ": expected a 64-bit integer, got a larger one");
+    }
+    PyErr_Clear();
+  }
+  throw TypeError(std::string(name) + ": expected an int, got " + type_text(value));
+}
+
+double as_float(const char *name, nb::handle value) {
+  if (!PyBool_Check(value.ptr()) && !PyUnicode_Check(value.ptr())) {
+    const double result = PyFloat_AsDouble(value.ptr());
+    if (!(result == -1.0 && PyErr_Occurred())) return result;
+    PyErr_Clear();
+  }
+  throw TypeError(std::string(name) + ": expected a float, got " + type_text(value));
+}
+
+bool as_bool(const char *name, nb::handle value) {
+  if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
+  if (is_instance(value, "numpy", "bool_")) return PyObject_IsTrue(value.ptr()) == 1;
+  throw TypeError(std::string(name) + ": expected a bool, got " + type_text(value));
+}
+
+}  // namespace kdtree::python

@@ -1,0 +1,112 @@
+// Arrays as the binding sees them: NumPy by the buffer protocol, torch (and whoever else offers it)
+// by DLPack's C exchange API, every other producer by __dlpack__. Nothing is ever copied.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "kdtree.h"
+#include "python/dlpack.h"
+
+namespace nb = nanobind;
+
+namespace kdtree::python {
+
+// Dtypes beyond kdtree_dtype that arrays of an op may have.
+constexpr int32_t kBool = 100, kUInt8 = 101, kOther = 0;
+
+// The library that an array came from, hence the one its results go to.
+enum class Library { numpy, torch, dlpack };
+
+constexpr int kMaxDims = 8;
+
+// A view of one argument, alive as long as this object. Errors name the argument.
+class Array {
+ public:
+  std::string name;
+  void *data = nullptr;
+  int ndim = 0;
+  int64_t shape[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};  // in elements; those of dimensions of size 1 are made dense
+  int32_t dtype = kOther;
+  std::string dtype_text;  // for errors, where dtype is kOther
+  int64_t item_size = 0;
+  int32_t device_type = 1, device_id = 0;
+  bool readonly = false;
+  bool copied = false;  // the producer exported a copy
+  Library library = Library::numpy;
+  nb::object object;  // the argument itself
+
+  // `stream` is the caller's explicit stream or None, for producers that want to know.
+  Array(const char *name, nb::handle value, nb::handle stream);
+  Array(Array &&other) noexcept;
+  Array(const Array &) = delete;
+  ~Array();
+
+  int64_t numel() const;
+  bool on_cuda() const { return device_type == 2 || device_type == 13; }
+
+  // Checks; each returns the array, to chain.
+  const Array &rank(int expected, const char *text) const;
+  const Array &dims(std::initializer_list<int64_t> expected, const char *text) const;
+  const Array &dims(const std::vector<int64_t> &expected, const char *text) const;
+  const Array &dtypes(std::initializer_list<int32_t> allowed) const;
+  const Array &dense_innermost() const;
+  const Array &same_device(const Array &other) const;
+  // Writable memory of the caller, not a copy.
+  const Array &writable() const;
+  const Array &contiguous() const;
+
+  template <class T>
+  T *as() const {
+    return static_cast<T *>(data);
+  }
+
+ private:
+  // What keeps the view valid; exactly one is set.
+  struct BufferHolder;
+  BufferHolder *buffer_ = nullptr;
+  nb::object capsule_;
+
+  void from_tensor(const dlpack::Tensor &tensor);
+  bool from_exchange_api(nb::handle value);
+  bool from_numpy(nb::handle value);
+  void from_dlpack(nb::handle value, nb::handle stream);
+};
+
+std::string shape_text(const int64_t *shape, int ndim);
+const char *dtype_text(int32_t dtype);
+
+// An output: the caller's array, checked, or a new one of `like`'s library and device when `value`
+// is None. `name` is how an error calls it.
+Array output(const char *name, nb::handle value, const Array &like,
+             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
+             void *stream);
+// An array of `like`'s library and device. Producers other than NumPy and torch get one of
+// nanobind's, which speaks DLPack.
+Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
+               int32_t dtype, void *stream);
+
+// Throws the Error of a failed call, with kdtree_last_error(); Python sees a ValueError, TypeError,
+// MemoryError or RuntimeError.
+void throw_status(int status);
+void raise_in_python(const Error &error);
+
+// The stream to launch on: the one given (an int handle, or an object with `cuda_stream` or
+// `__cuda_stream__`), else the current one of the array's library. NULL for CPU arrays.
+void *stream_of(nb::handle stream, const Array &like);
+
+// Scalars, with errors that name them.
+int64_t as_int(const char *name, nb::handle value);
+double as_float(const char *name, nb::handle value);
+bool as_bool(const char *name, nb::handle value);
+
+// Tells apart NumPy arrays and torch tensors without importing either.
+bool is_numpy(nb::handle value);
+bool is_torch(nb::handle value);
+
+}  // namespace kdtree::python

@@ -1,0 +1,39 @@
+// tree_accept: one request's walk along target_predict. Every lane walks by itself over the same
+// scratch, which costs a warp no more than one lane and needs no broadcast.
+#pragma once
+
+#include "tree/walk.h"
+
+namespace kdtree::tree {
+
+struct AcceptScratch {
+  WalkScratch walk;
+  int64_t target[kMaxQlen];
+};
+
+template <class Group>
+KDTREE_HD void tree_accept(Group &group, const kdtree_tree_accept_params &p, int64_t b,
+                           AcceptScratch &scratch) {
+  const int qlen = static_cast<int>(p.qlen);
+  const int used = clamp_nodes(p.num_nodes[b], qlen);
+  stage_walk(group, p, b, used, scratch.walk);
+  for (int slot = group.lane(); slot < qlen; slot += group.size())
+    scratch.target[slot] =
+        load_id(p.target_predict, p.target_predict_dtype, b * p.target_predict_stride_b + slot);
+  group.sync();
+
+  int steps = 0;
+  for (int slot = used > 0 ? 0 : -1; slot >= 0; ++steps) {
+    const int64_t target = scratch.target[slot];
+    if (group.lane() == 0) {
+      scratch.walk.slot[steps] = slot;
+      scratch.walk.token[steps] = target;
+    }
+    slot = next_slot(scratch.walk, slot, target);
+  }
+  group.sync();
+  write_accept(group, p, b, steps, scratch.walk);
+  group.sync();  // scratch may be used again
+}
+
+}  // namespace kdtree::tree

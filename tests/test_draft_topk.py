@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import kdtree
+import numpy as np
+import pytest
+from kdtree import reference
+from support import BF16, F16, F32, FULL, assert_close, assert_same, call
+
+
+def check(backend, logits, k, **options):
+    got = call(backend, kdtree.draft_topk, logits, k, **options)
+    want = reference.draft_topk(logits, k, **options)
+    assert_same(got.ids, want.ids, "ids")
+    assert got.logprobs.dtype == got.lse.dtype == F32
+    assert_close(got.logprobs, want.logprobs, atol=2e-5, rtol=1e-6, name="logprobs")
+    assert_close(got.lse, want.lse, atol=2e-5, rtol=1e-6, name="lse")
+    return got
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 31, 64, 1000, 4097, 32_000])
+def test_against_the_oracle(backend, rng, dtype, vocab):
+    logits = (4 * rng.standard_normal((2, 3, vocab))).astype(dtype)
+    for k in {1, min(vocab, 5), min(vocab, 64)}:
+        check(backend, logits, k)
+        check(backend, logits, k, normalize=False)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_vocabulary_of_the_models(device, rng, dtype):
+    logits = (3 * rng.standard_normal((16 if FULL else 3, 163_840))).astype(dtype)
+    check(device, logits, 64, vocab_size=163_000)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "last"])
+def test_orders_that_fill_a_candidate_buffer(device, order):
+    # Every element beats all before it, or none does.
+    vocab = 20_000
+    row = np.arange(vocab, dtype=np.float32)
+    if order == "falling":
+        row = row[::-1].copy()
+    elif order == "last":
+        row = np.where(row < vocab - 64, 0, row).astype(np.float32)
+    check(device, np.stack([row, -row]), 64, normalize=False)
+
+
+def test_equal_logits_take_the_smallest_ids(backend, rng):
+    logits = rng.integers(-2, 2, (5, 3000)).astype(np.float32)
+    logits[1] = 1
+    logits[2] = np.where(rng.random(3000) < 0.5, 0.0, -0.0)  # equal, whatever the sign
+    got = check(backend, logits, 40)
+    assert got.ids[1].tolist() == got.ids[2].tolist() == list(range(40))
+
+
+def test_nan_and_infinities(backend, rng):
+    logits = rng.standard_normal((6, 500)).astype(np.float32)
+    logits[0, rng.random(500) < 0.9] = np.nan
+    logits[1] = np.nan
+    logits[2] = -np.inf
+    logits[3, 3:] = -np.inf
+    logits[4, ::2] = -np.nan
+    logits[5, :] = np.where(np.arange(500) == 77, 0, -np.inf)
+    got = check(backend, logits, 8)
+    assert np.isneginf(got.lse[1:3]).all()
+    assert np.isneginf(got.logprobs[1:3]).all()
+    assert got.logprobs[5, 0] == 0 and got.ids[5, 0] == 77
+
+
+def test_large_logits_do_not_overflow(backend):
+    logits = np.array([[3e38, 2.9e38, -3e38], [-3e38, -3e38, -3e38], [88, 89, 90]], np.float32)
+    check(backend, logits, 3, normalize=False)
+    got = check(backend, logits[2:], 3)
+    assert np.exp(got.logprobs).sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab_start", [0, 1000, 2**33])
+def test_padding_columns_are_never_chosen(backend, rng, vocab_start):
+    logits = rng.standard_normal((4, 130)).astype(np.float32)
+    logits[:, 100:] = 50
+    logits[1, 110] = np.nan
+    for real in (100, 20, 1, 0, -5):
+        got = check(backend, logits, 32, vocab_start=vocab_start, vocab_size=vocab_start + real)
+        assert (got.ids < vocab_start + max(real, 0)).all()
+        assert (got.ids[:, max(real, 0) :] == -1).all()
+    check(backend, logits, 32, vocab_start=vocab_start, vocab_size=vocab_start + 5000)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (3, 0, 2), (2, 1, 3, 1, 2, 2)], ids=str)
+def test_leading_dimensions(backend, rng, lead):
+    check(backend, rng.standard_normal((*lead, 50)).astype(np.float32), 7)
+
+
+def test_strided_rows_are_used_as_they_are(backend, rng):
+    whole = rng.standard_normal((4, 6, 300)).astype(np.float32)
+    want = reference.draft_topk(whole[::2, 1:5:3, 7:207], 9)
+    view = backend.array(whole)[::2, 1:5:3, 7:207]
+    got = backend.get(kdtree.draft_topk(view, 9))
+    assert_same(got.ids, want.ids)
+    assert_close(got.logprobs, want.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_rows_at_odd_addresses(backend, rng, dtype):
+    if not backend.supports(dtype):
+        pytest.skip(f"{backend.name} has no {dtype}")
+    whole = rng.standard_normal((5, 1003)).astype(dtype)
+    got = backend.get(kdtree.draft_topk(backend.array(whole)[:, 1:], 16))
+    assert_same(got.ids, reference.draft_topk(whole[:, 1:], 16).ids)
+
+
+def test_many_rows(device, rng):
+    check(device, rng.standard_normal((70_000, 8)).astype(np.float32), 2)

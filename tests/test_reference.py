@@ -344,6 +344,51 @@ def test_accept_logits_ends_where_no_logit_is_finite():
     assert got.accept_token_num.tolist() == [1]
 
 
+def test_philox_known_answers():
+    """From the test vectors of the authors' Random123."""
+    f = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    for counter, key, want in [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((f, f, f, f), (f, f), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ]:
+        words = reference.philox4x32_10(np.array(counter, np.uint64), key)
+        assert tuple(int(w) for w in words) == want
+
+
+def test_gumbel_is_a_function_of_seed_position_and_token():
+    noise = reference.gumbel(-5, 2**33 + 1, 11)
+    assert np.array_equal(noise[:6], reference.gumbel(-5, 2**33 + 1, 6))
+    for seed, position in [(-4, 2**33 + 1), (-5 + 2**32, 2**33 + 1), (-5, 1), (-5, 2**33)]:
+        assert (noise != reference.gumbel(seed, position, 11)).all()
+    # The law: mean and variance of the standard Gumbel distribution.
+    noise = reference.gumbel(1, 2, 1_000_000)
+    assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
+    assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_softmax(rng, temperature):
+    count = 20_000
+    tree = Tree(
+        draft_tokens=np.zeros((count, 1), int),
+        next_token=np.full((count, 1), -1),
+        next_sibling=np.full((count, 1), -1),
+        num_nodes=np.ones(count, np.int32),
+    )
+    logits = np.array([1.0, 0.0, -1.0, 0.5], np.float32)
+    got = reference.tree_accept_logits(
+        tree,
+        np.broadcast_to(logits, (count, 1, 4)),
+        temperature=temperature,
+        seeds=np.arange(count),
+    )
+    law = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    seen = np.bincount(got.accept_tokens[:, 0], minlength=4)
+    assert ((seen - count * law) ** 2 / (count * law)).sum() < 16.27  # 0.1 % of 3 degrees
+
+
 # ---- commit_kv
 
 

@@ -384,16 +384,43 @@ def tree_accept_logits(
     heat = np.broadcast_to(heat, (batch,))
 
     def token(b: int, slot: int, step: int) -> int | None:
-        row = _dead_nan(logits[b, slot, :columns].astype(np.float32))
+        row = _dead_nan(logits[b, slot, :columns].astype(np.float64))
         if not np.isfinite(row).any():
             return None
         if heat[b] > 0:
             position = step if tree.positions is None else int(tree.positions[b, slot])
             assert seeds is not None
-            row = row / heat[b] + gumbel(int(seeds[b]), position, np.arange(columns))
+            row = row / float(heat[b]) + gumbel(int(seeds[b]), position, columns)
         return int(np.argmax(row))  # the first of equals
 
     return _walk(tree, (batch, qlen), token)
+
+
+def gumbel(seed: int, position: int, columns: int) -> Array:
+    """Standard Gumbel noise of token ids 0..columns-1 at one position, -log(-log(1 - w)).
+
+    w is (word + 1/2) / 2^32, with the word of token v the (v % 4)-th of Philox's block v // 4.
+    """
+    blocks = -(-columns // 4)
+    counter = np.zeros((4, blocks), np.uint64)
+    counter[0] = np.arange(blocks)
+    counter[2:] = np.array([[position & 0xFFFFFFFF], [position >> 32 & 0xFFFFFFFF]])
+    words = philox4x32_10(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    w = (words.T.ravel()[:columns] + 0.5) / 2.0**32
+    return -np.log(-np.log1p(-w))
+
+
+def philox4x32_10(counter: Array, key: tuple[int, int]) -> Array:
+    """Philox4x32-10 (Salmon et al., 2011): counters [4, ...] as uint64 -> words [4, ...]."""
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (b >> high) ^ c1 ^ np.uint64(k0), b & low
+        c2, c3 = (a >> high) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3])
 
 
 def _walk(

@@ -77,12 +77,12 @@ inline float exp_near(float x) {
   t = t > -126.0f ? t : -126.0f;
   const float shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(t)
   const float f = t - (shifted - 12582912.0f);
-  float poly = 1.5403530e-4f;  // 2^f on [-1/2, 1/2]
-  poly = poly * f + 1.3333558e-3f;
-  poly = poly * f + 9.6181291e-3f;
-  poly = poly * f + 5.5504109e-2f;
-  poly = poly * f + 2.4022651e-1f;
-  poly = poly * f + 6.9314718e-1f;
+  float poly = 1.53533619e-4f;  // 2^f on [-1/2, 1/2]
+  poly = poly * f + 1.33988744e-3f;
+  poly = poly * f + 9.61843736e-3f;
+  poly = poly * f + 5.55033247e-2f;
+  poly = poly * f + 2.40226479e-1f;
+  poly = poly * f + 6.93147203e-1f;
   poly = poly * f + 1.0f;
   return tree::bits_float(tree::float_bits(poly) + (tree::float_bits(shifted) << 23));
 }

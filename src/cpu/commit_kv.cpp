@@ -1,0 +1,39 @@
+// commit_kv on the CPU: one (layer, request) at a time, through a buffer of its rows.
+#include <cstring>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "ops.h"
+#include "tree/moves.h"
+
+namespace kdtree::cpu {
+
+void commit_kv(const kdtree_commit_kv_params &p) {
+  const int64_t row_bytes = p.row_elements * p.element_size;
+  // Requests outside, so that a range of work plans each of its requests once.
+  parallel_for(p.batch * p.num_layers, 1 + (int64_t(1) << 16) / row_bytes,
+               [&](int64_t begin, int64_t end) {
+                 std::vector<char> rows(p.qlen * row_bytes);
+                 tree::Move moves[tree::kMaxQlen];
+                 int count = 0, live[tree::kMaxQlen], num_live = 0;
+                 for (int64_t i = begin; i < end; ++i) {
+                   const int64_t b = i / p.num_layers;
+                   if (i == begin || i % p.num_layers == 0) {
+                     count = tree::count_moves(p, b);
+                     for (int m = 0; m < count; ++m) moves[m] = tree::accepted_move(p, b, m);
+                     num_live = 0;
+                     for (int m = 0; m < count; ++m)
+                       if (tree::is_live(moves, count, m)) live[num_live++] = m;
+                   }
+                   char *cache = static_cast<char *>(p.kv_caches[i % p.num_layers]);
+                   for (int m = 0; m < num_live; ++m)
+                     std::memcpy(&rows[m * row_bytes], cache + moves[live[m]].from * p.element_size,
+                                 row_bytes);
+                   for (int m = 0; m < num_live; ++m)
+                     std::memcpy(cache + moves[live[m]].to * p.element_size, &rows[m * row_bytes],
+                                 row_bytes);
+                 }
+               });
+}
+
+}  // namespace kdtree::cpu

@@ -1,0 +1,55 @@
+// Scalars of the attention kernels: exponentials in base 2, and 16-bit pairs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <stdint.h>
+
+namespace kdtree::cuda::attention {
+
+// 2^x, within 2 ulp; 2^-inf = 0.
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ln(2^top * sum)
+__device__ __forceinline__ float natural_log(float top, float sum) {
+  return (top + log2f(sum)) * 0.693147180559945309f;
+}
+
+// Two floats as a pair of T, the first in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+
+// Two e4m3 values as a pair of T; exact for both.
+template <class T>
+__device__ __forceinline__ uint32_t widen(uint16_t two) {
+  const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
+  if constexpr (sizeof(T) == 2 && !__is_same(T, __half)) {
+    const float2 f = __half22float2(pair);
+    return pack<T>(f.x, f.y);
+  }
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+
+// Eight of them.
+template <class T>
+__device__ __forceinline__ uint4 widen(uint2 eight) {
+  return {widen<T>(static_cast<uint16_t>(eight.x)), widen<T>(static_cast<uint16_t>(eight.x >> 16)),
+          widen<T>(static_cast<uint16_t>(eight.y)), widen<T>(static_cast<uint16_t>(eight.y >> 16))};
+}
+
+}  // namespace kdtree::cuda::attention

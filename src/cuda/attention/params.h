@@ -1,0 +1,102 @@
+// What every attention kernel is given, and the rules they share: which keys a request has, which
+// of them a row sees, where they lie, and how they are split.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "tree/limits.h"
+
+namespace kdtree::cuda::attention {
+
+constexpr int kDim = KDTREE_LATENT_DIM + KDTREE_ROPE_DIM;
+constexpr int kLatent = KDTREE_LATENT_DIM;
+constexpr int kSplitUnit = 64;  // keys; split bounds are multiples of it
+// Keeps positions, look-ahead included, within an int.
+constexpr int kMaxPrefix = INT32_MAX - 4096;
+
+struct Params {
+  kdtree_verify_attn_params p;
+  int rows;        // Q * H: the rows of a request, slot-major (row = slot * H + head)
+  int tiles;       // of rows, per request
+  int splits;      // of keys, per request; 1: the kernel writes out and lse itself
+  int page_shift;  // log2(page_size)
+  // With splits > 1, per row and split: output (normalized, kv_scale applied) and log2-sum-exp2,
+  // -inf where the split holds no key that the row sees; its output is not written then.
+  float *partial_out;  // [B, splits, rows, 512]
+  float *partial_lse;  // [B, rows, splits]
+};
+
+struct Request {
+  int64_t b;
+  int nodes;   // used slots; 0: padding, nothing of it is read
+  int prefix;  // keys before the tree
+  int length;  // prefix + nodes, or 0
+};
+
+__device__ __forceinline__ Request read_request(const kdtree_verify_attn_params &p, int64_t b) {
+  Request r{b, static_cast<int>(p.qlen), 0, 0};
+  if (p.num_nodes != nullptr) r.nodes = tree::clamp_nodes(p.num_nodes[b], p.qlen);
+  if (r.nodes == 0) return r;
+  r.prefix = min(max(p.prefix_lens[b], 0), kMaxPrefix);
+  r.length = r.prefix + r.nodes;
+  return r;
+}
+
+// The keys of one split. Pinned: the split length is kv_split, doubled until the request fits in
+// `splits` of them, so it depends on nothing but the request. Otherwise equal shares.
+struct KeyRange {
+  int begin, end;
+};
+
+__device__ __forceinline__ KeyRange split_keys(const Params &a, int length, int split) {
+  int64_t begin, end;
+  if (a.p.kv_split > 0) {
+    int64_t unit = min(a.p.kv_split, int64_t(1) << 31);
+    while (unit * a.splits < length) unit *= 2;
+    begin = unit * split;
+    end = begin + unit;
+  } else {
+    const int64_t units = (int64_t(length) + kSplitUnit - 1) / kSplitUnit;
+    begin = units * split / a.splits * kSplitUnit;
+    end = units * (split + 1) / a.splits * kSplitUnit;
+  }
+  return {static_cast<int>(min(begin, int64_t(length))), static_cast<int>(min(end, int64_t(length)))};
+}
+
+// The nodes that a slot sees: the visibility word, made safe.
+__device__ __forceinline__ uint64_t seen_nodes(const kdtree_verify_attn_params &p,
+                                               const Request &r, int slot) {
+  if (slot >= r.nodes) return 0;
+  if (p.visibility == nullptr) return tree::node_bits(slot + 1);
+  const int64_t word = p.visibility[r.b * p.visibility_stride_b + slot];
+  return static_cast<uint64_t>(word) & tree::node_bits(r.nodes);
+}
+
+// Whether a row that sees `nodes` sees the key at `offset` = position - prefix, below num_nodes.
+__device__ __forceinline__ bool sees(uint64_t nodes, int offset) {
+  return offset <= 0 || (nodes & tree::slot_bit(offset)) != 0;
+}
+
+// The same for 32 keys from `offset` > -32 on, as bits; keys past the tree are not seen.
+__device__ __forceinline__ uint32_t sees32(uint64_t nodes, int offset) {
+  const int skip = offset - 1;  // node bits before the first key
+  if (skip >= 64) return 0;
+  if (skip >= 0) return static_cast<uint32_t>(nodes >> skip);
+  return static_cast<uint32_t>(nodes << -skip | ((uint64_t(1) << -skip) - 1));
+}
+
+// The page that holds a position (for a CSR request: the row), as its table says; -1: none. What
+// it says is checked against num_pages where it is used.
+__device__ __forceinline__ int page_of(const Params &a, const Request &r, int position) {
+  const kdtree_verify_attn_params &p = a.p;
+  if (p.block_table != nullptr) {
+    const int column = position >> a.page_shift;
+    return column < p.block_table_width ? p.block_table[r.b * p.block_table_stride_b + column] : -1;
+  }
+  const int64_t i = int64_t(p.kv_indptr[r.b]) + position;
+  if (i < 0 || i >= p.kv_indices_len) return -1;
+  const int64_t row = tree::load_id(p.kv_indices, p.kv_indices_dtype, i);
+  return row == static_cast<int>(row) ? static_cast<int>(row) : -1;
+}
+
+}  // namespace kdtree::cuda::attention

@@ -1,0 +1,27 @@
+"""The README's example runs as printed, and its two commands are CI's."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def test_example_runs() -> None:
+    found = re.search(r"<!-- readme-example.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found
+    done = subprocess.run(
+        [sys.executable, "-c", found[1]], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(2, 17, 8, 512) ")
+
+
+@pytest.mark.parametrize("path", [".ci/run", ".github/workflows/ci.yml"])
+def test_ci_calls_the_test_command(path: str) -> None:
+    assert "-m pytest" in README.read_text()
+    assert re.search(r"-m pytest$|ci/run$", (ROOT / path).read_text(), re.MULTILINE)

@@ -114,8 +114,6 @@ class DLPackBackend(Backend):
 
 
 class TorchBackend(Backend):
-    _bits = {BF16: np.int16, FP8: np.uint8}  # torch.from_numpy knows neither
-
     def __init__(self, device: str = "cpu") -> None:
         self.name = "torch" if device == "cpu" else "torch-cuda"
         self.cuda = device != "cpu"
@@ -123,12 +121,14 @@ class TorchBackend(Backend):
         self._dtypes = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
 
     def array(self, x: Array) -> Any:
-        bits = torch.from_numpy(np.array(x.view(self._bits.get(x.dtype, x.dtype)), order="C"))
-        bits = bits.to(self._device)
+        # torch.from_numpy knows neither of ml_dtypes' dtypes.
+        plain = x.view(np.dtype(f"i{x.itemsize}")) if x.dtype in self._dtypes else x
+        bits = torch.from_numpy(np.array(plain, order="C")).to(self._device)
         return bits.view(self._dtypes[x.dtype]) if x.dtype in self._dtypes else bits
 
     def numpy(self, x: Any) -> Array:
-        assert isinstance(x, torch.Tensor) and x.device.type == self._device.type
+        assert isinstance(x, torch.Tensor)
+        assert x.device.type == self._device.type
         for dtype, torch_dtype in self._dtypes.items():
             if x.dtype == torch_dtype:
                 bits = torch.int16 if dtype == BF16 else torch.uint8
@@ -301,7 +301,7 @@ def assert_same(got: Any, want: Any, name: str = "result") -> None:
             assert_same(got[key], want[key], f"{name}[{key!r}]")
     elif isinstance(want, (tuple, list)):
         assert len(got) == len(want)
-        for i, (g, w) in enumerate(zip(got, want)):
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_same(g, w, f"{name}[{i}]")
     elif is_dataclass(want):
         for e in fields(want):
@@ -496,7 +496,8 @@ def check_attn(backend: Backend, op: Callable[..., Any], case: AttnCase) -> None
     """Against the oracle, request by request."""
     out, lse = run_attn(backend, op, case)
     want_out, want_lse = case.reference()
-    assert out.dtype == case.q.dtype and lse.dtype == F32
+    assert out.dtype == case.q.dtype
+    assert lse.dtype == F32
     for b in range(len(case.prefix_lens)):
         error = relative_error(out[b], want_out[b])
         assert error <= ATTN_ERROR, f"request {b}: relative error {error:.2e}"

@@ -103,7 +103,8 @@ def test_padding_requests(backend, rng):
     tree = check(backend, logprobs, ids, roots, prefix, budget=10)
     for b in (0, 3):
         assert tree.num_nodes[b] == 0
-        assert (tree.parents[b] == -1).all() and not tree.draft_tokens[b].any()
+        assert (tree.parents[b] == -1).all()
+        assert not tree.draft_tokens[b].any()
         assert np.isneginf(tree.scores[b]).all()
         assert (tree.positions[b] == prefix[b]).all()
 

@@ -11,7 +11,7 @@ from support import Canary, assert_same, call, random_trees
 
 
 def check_full(backend, tree, prefix):
-    """"full" into an array of its exact size; CPU ops also make that array themselves."""
+    """ "full" into an array of its exact size; CPU ops also make that array themselves."""
     want = reference.expand_mask(tree, "full", prefix_lens=prefix)
     out = Canary(backend, want.shape, np.bool_)
     given_tree, given_prefix = backend.put(tree), backend.array(prefix)
@@ -36,9 +36,7 @@ def test_every_layout(backend, seed, qlen):
 
 
 def test_bits_at_num_nodes_and_above_are_ignored(backend):
-    tree = Tree(
-        visibility=np.full((3, 65), -1), num_nodes=np.array([0, 40, 65], np.int32)
-    )
+    tree = Tree(visibility=np.full((3, 65), -1), num_nodes=np.array([0, 40, 65], np.int32))
     for layout in ("qlen", "packed32"):
         got = call(backend, kdtree.expand_mask, tree, layout)
         assert_same(got, reference.expand_mask(tree, layout), layout)
@@ -58,9 +56,7 @@ def test_full_in_a_larger_array_on_cuda(backend, rng):
     prefix = np.array([0, 40, 5], np.int32)
     want = reference.expand_mask(tree, "full", prefix_lens=prefix)
     out = Canary(backend, (want.size + 1000,), np.bool_)
-    kdtree.expand_mask(
-        backend.put(tree), "full", prefix_lens=backend.array(prefix), out=out.array
-    )
+    kdtree.expand_mask(backend.put(tree), "full", prefix_lens=backend.array(prefix), out=out.array)
     got = backend.numpy(out.array)
     assert_same(got[: want.size], want)
     assert not got[want.size :].any()

@@ -53,7 +53,8 @@ def test_topk_with_fewer_real_columns_than_k():
     assert got.logprobs[0, 2:].tolist() == [-math.inf] * 2
     assert got.logprobs[0, 0] == pytest.approx(-math.log(2))
     nothing = reference.draft_topk(logits, 4, vocab_start=9, vocab_size=8)
-    assert nothing.ids.tolist() == [[-1] * 4] and nothing.lse.tolist() == [-math.inf]
+    assert nothing.ids.tolist() == [[-1] * 4]
+    assert nothing.lse.tolist() == [-math.inf]
 
 
 def test_merge_of_shards_is_the_whole(rng):
@@ -85,9 +86,7 @@ def exhaustive(logprobs, budget):
         alive = list(itertools.takewhile(lambda x: not math.isnan(x) and x > -math.inf, row))
         rows.append(range(len(alive)))
     nodes = [
-        ranks
-        for depth in range(1, len(rows) + 1)
-        for ranks in itertools.product(*rows[:depth])
+        ranks for depth in range(1, len(rows) + 1) for ranks in itertools.product(*rows[:depth])
     ]
     score = {ranks: sum(float(logprobs[d, r]) for d, r in enumerate(ranks)) for ranks in nodes}
     order = sorted(nodes, key=lambda ranks: (-score[ranks], ranks))
@@ -153,13 +152,16 @@ def test_build_stops_at_the_best_value(rng, chain_seed):
     options = {"budget": 32, "chain_seed": chain_seed}
     whole = reference.build_ddtree(logprobs, ids, root, prefix, **options)
     cost = np.cumsum(rng.random(33)).astype(np.float32) / 20
-    tree = reference.build_ddtree(logprobs, ids, root, prefix, node_cost=cost, base_cost=1.0, **options)
+    tree = reference.build_ddtree(
+        logprobs, ids, root, prefix, node_cost=cost, base_cost=1.0, **options
+    )
     n = int(tree.num_nodes[0]) - 1
     gains = np.exp(whole.scores[0].astype(np.float64))  # the root's is 1
     values = np.cumsum(gains) / (1.0 + cost)
     first = 5 if chain_seed else 0
     assert first < n < 32
-    assert (np.diff(values[first : n + 1]) > 0).all() and values[n + 1] <= values[n]
+    assert (np.diff(values[first : n + 1]) > 0).all()
+    assert values[n + 1] <= values[n]
     assert_same(tree.scores[0, : n + 1], whole.scores[0, : n + 1])
     assert np.isneginf(tree.scores[0, n + 1 :]).all()
 
@@ -206,7 +208,9 @@ def test_links_without_prefix_and_passed_through():
     parents, used = np.array([[-1, 0, 0]], np.int32), np.array([3], np.int32)
     tokens = np.array([[1, 2, 3]])
     tree = reference.tree_links(parents, used, draft_tokens=tokens)
-    assert tree.parents is parents and tree.num_nodes is used and tree.draft_tokens is tokens
+    assert tree.parents is parents
+    assert tree.num_nodes is used
+    assert tree.draft_tokens is tokens
     assert tree.scores is None
     assert tree.positions.tolist() == [[0, 1, 1]]
 
@@ -271,7 +275,8 @@ def test_attention_row_by_row(rng, visibility, dtype, kv_dtype, form):
     for b, slot, head in np.ndindex(3, 6, 2):
         used = [6, 4, 0][b]
         if used == 0:
-            assert not out[b].any() and np.isneginf(lse[b]).all()
+            assert not out[b].any()
+            assert np.isneginf(lse[b]).all()
             continue
         prefix = int(case.prefix_lens[b])
         nodes = set(range(1, slot + 1))
@@ -289,7 +294,7 @@ def test_attention_row_by_row(rng, visibility, dtype, kv_dtype, form):
             values.append(key[:512])
         total = sum(weights)
         assert lse[b, slot, head] == pytest.approx(math.log(total))
-        want = sum(w * v for w, v in zip(weights, values)) / total
+        want = sum(w * v for w, v in zip(weights, values, strict=True)) / total
         assert_close(out[b, slot, head], np.asarray(want), atol=1e-12)
 
 
@@ -407,7 +412,7 @@ def test_commit_moves_rows(rng, form):
         where = np.take_along_axis(table, position // 4, axis=1) * 4 + position % 4
     else:
         reference.commit_kv(layers, None, None, accept, cache_loc=where)
-    for layer, old in zip(layers, before):
+    for layer, old in zip(layers, before, strict=True):
         want = old.copy()
         for b in range(5):
             if tree.num_nodes[b] == 0:

@@ -56,7 +56,8 @@ def test_chain_and_star_of_65(backend):
     chain = np.arange(-1, 64, dtype=np.int32)
     star = np.zeros(65, np.int32)
     tree = check(backend, np.stack([chain, star]), np.array([65, 65], np.int32))
-    assert tree.visibility[0, 64] == -1 and tree.depths[0, 64] == 64
+    assert tree.visibility[0, 64] == -1
+    assert tree.depths[0, 64] == 64
     assert tree.visibility[1, 64] == -(2**63)
     assert tree.next_sibling[1, 1:].tolist() == [*range(2, 65), -1]
 
@@ -66,7 +67,9 @@ def test_passes_through_what_it_was_given(backend):
         (np.array([[-1, 0]], np.int32), np.array([2], np.int32), np.array([[3, 4]]))
     )
     tree = kdtree.tree_links(parents, used, draft_tokens=tokens)
-    assert tree.parents is parents and tree.num_nodes is used and tree.draft_tokens is tokens
+    assert tree.parents is parents
+    assert tree.num_nodes is used
+    assert tree.draft_tokens is tokens
     assert tree.scores is None
 
 

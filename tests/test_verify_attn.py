@@ -7,7 +7,6 @@ import itertools
 import kdtree
 import numpy as np
 import pytest
-from kdtree import reference
 from support import (
     ATTN_ERROR,
     BF16,
@@ -283,7 +282,8 @@ def test_workspace(backend, rng, kv_split):
     case.options["kv_split"] = kv_split
     want = run_attn(backend, kdtree.verify_attn, case)
     size = kdtree.verify_attn_workspace(2, 17, 8, backend.device())
-    assert isinstance(size, int) and size >= 0
+    assert isinstance(size, int)
+    assert size >= 0
     workspace = Canary(backend, (size,), np.uint8)
     for _ in range(2):  # what an earlier call left there does not matter
         got = kdtree.verify_attn(
@@ -344,7 +344,12 @@ def test_bits_do_not_depend_on_what_is_not_seen(backend, rng):
 @pytest.mark.parametrize("batch", [0, 1, 65_537])
 def test_batch_sizes_at_q_1(device, rng, batch):
     case = attn_case(
-        rng, prefix_lens=[0, 3, 17, 1][: min(batch, 4)], qlen=1, heads=1, page_size=16, num_nodes=None
+        rng,
+        prefix_lens=[0, 3, 17, 1][: min(batch, 4)],
+        qlen=1,
+        heads=1,
+        page_size=16,
+        num_nodes=None,
     )
     turns = np.arange(batch) % max(min(batch, 4), 1)
     many = AttnCase(
@@ -352,7 +357,8 @@ def test_batch_sizes_at_q_1(device, rng, batch):
         *(case.prefix_lens[turns], case.visibility[turns], case.options),
     )
     out, lse = run_attn(device, kdtree.verify_attn, many)
-    assert out.shape == (batch, 1, 1, 512) and lse.shape == (batch, 1, 1)
+    assert out.shape == (batch, 1, 1, 512)
+    assert lse.shape == (batch, 1, 1)
     want_out, want_lse = case.reference()
     if batch:
         assert relative_error(out, want_out[turns]) <= ATTN_ERROR
@@ -386,11 +392,11 @@ def test_cache_rows_past_four_million(device, rng, kv_dtype, form):
     options = {k: device.put(v) for k, v in case.options.items()}
     if form == "csr":
         rows = case.options["kv_indices"]
-        moved = np.where((0 <= rows) & (rows < few), rows + far, rows)
+        moved = np.where((rows >= 0) & (rows < few), rows + far, rows)
         options["kv_indices"] = device.array(moved)
         table = None
     else:
-        moved = np.where((0 <= case.block_table) & (case.block_table < few), far, 0)
+        moved = np.where((case.block_table >= 0) & (case.block_table < few), far, 0)
         table = device.array((case.block_table + moved.astype(np.int64)).astype(np.int32))
     out, lse = device.get(
         kdtree.verify_attn(
@@ -424,7 +430,7 @@ def test_contents_that_lead_outside(backend, rng, wild):
     if wild == "block_table":
         case.block_table[1:] = [2**31 - 1, -7]
     elif wild == "prefix_lens":
-        case.prefix_lens[1:] = [1000, -1]  # past the table, and negative
+        case.prefix_lens[1:] = [-1, 1000]  # negative, and past the table
     elif wild == "kv_indices":
         case.options["kv_indices"][110:] = 2**31 - 1
     else:

@@ -93,7 +93,8 @@ def _logsumexp(x: Array) -> Array:
     top = x.max(axis=-1, keepdims=True)
     top = np.where(np.isneginf(top), 0, top)
     with np.errstate(divide="ignore"):
-        return np.log(np.exp(x - top).sum(axis=-1)) + top[..., 0]
+        total: Array = np.exp(x - top).sum(axis=-1)
+        return np.asarray(np.log(total) + top[..., 0])
 
 
 # ---- the tree
@@ -290,7 +291,7 @@ def expand_mask(tree: Tree, layout: str, *, prefix_lens: Array | None = None) ->
     if layout == "full":
         assert prefix_lens is not None
         whole = [np.ones((qlen, max(int(prefix), 0)), np.bool_) for prefix in prefix_lens]
-        rows = [np.concatenate(pair, axis=1).ravel() for pair in zip(whole, masks)]
+        rows = [np.concatenate(pair, axis=1).ravel() for pair in zip(whole, masks, strict=True)]
         return np.concatenate([np.zeros(0, np.bool_), *rows])
     assert layout == "packed32"
     words = np.zeros((batch, qlen, -(-qlen // 32)), np.uint32)
@@ -344,7 +345,8 @@ def verify_attn(
         if block_table is not None:
             rows = cache[block_table[b, positions // page_size], positions % page_size]
         else:
-            assert kv_indptr is not None and kv_indices is not None
+            assert kv_indptr is not None
+            assert kv_indices is not None
             rows = cache[kv_indices[kv_indptr[b] + positions], 0]
         keys = rows.astype(np.float64) * scale
         logits = sm_scale * (query[b].reshape(qlen * heads, -1) @ keys.T)
@@ -387,7 +389,7 @@ def tree_accept_logits(
         row = _dead_nan(logits[b, slot, :columns].astype(np.float64))
         if not np.isfinite(row).any():
             return None
-        if heat[b] > 0:
+        if heat[b] >= 1e-6:  # below that it is 0
             position = step if tree.positions is None else int(tree.positions[b, slot])
             assert seeds is not None
             row = row / float(heat[b]) + gumbel(int(seeds[b]), position, columns)
@@ -407,7 +409,7 @@ def gumbel(seed: int, position: int, columns: int) -> Array:
     counter[2:] = np.array([[position & 0xFFFFFFFF], [position >> 32 & 0xFFFFFFFF]])
     words = philox4x32_10(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     w = (words.T.ravel()[:columns] + 0.5) / 2.0**32
-    return -np.log(-np.log1p(-w))
+    return np.asarray(-np.log(-np.log1p(-w)))
 
 
 def philox4x32_10(counter: Array, key: tuple[int, int]) -> Array:
@@ -483,7 +485,8 @@ def commit_kv(
         if cache_loc is not None:
             row = int(cache_loc[b, slot])
         else:
-            assert block_table is not None and prefix_lens is not None
+            assert block_table is not None
+            assert prefix_lens is not None
             position = int(prefix_lens[b]) + slot
             if not 0 <= position < block_table.shape[1] * page_size:
                 return -1
@@ -498,5 +501,5 @@ def commit_kv(
     moves = [(source, to) for source, to in moves if source >= 0 and to >= 0]
     for layer in kv_caches:
         rows = [layer[source // page_size, source % page_size].copy() for source, _ in moves]
-        for (_, to), row in zip(moves, rows):
+        for (_, to), row in zip(moves, rows, strict=True):
             layer[to // page_size, to % page_size] = row

@@ -118,6 +118,23 @@ Extent extent(const char *name, const void *ptr, int64_t element_size,
   return e;
 }
 
+int64_t check_lead_dims(int32_t ndim, const int64_t *dims, const char *strides_name,
+                        const int64_t *strides, Dim (&lead)[KDTREE_MAX_LEAD_DIMS]) {
+  check_range("lead_ndim", ndim, 0, KDTREE_MAX_LEAD_DIMS);
+  int64_t rows = 1;
+  for (int i = 0; i < KDTREE_MAX_LEAD_DIMS; ++i) {
+    lead[i] = {1, 0};
+    if (i >= ndim || rows == 0) continue;
+    check_range("lead_dims", dims[i], 0, INT32_MAX / rows);
+    rows *= dims[i];
+    if (dims[i] < 2) continue;
+    const int64_t far = (int64_t(1) << 56) / dims[i];  // no extent overflows
+    check_range(strides_name, strides[i], -far, far);
+    lead[i] = {dims[i], strides[i]};
+  }
+  return rows;
+}
+
 static bool overlap(const Extent &a, const Extent &b) {
   if (a.ptr == nullptr || b.ptr == nullptr || a.low == a.high || b.low == b.high) return false;
   const auto pa = reinterpret_cast<intptr_t>(a.ptr), pb = reinterpret_cast<intptr_t>(b.ptr);

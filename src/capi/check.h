@@ -102,6 +102,9 @@ struct Dim {
 };
 Extent extent(const char *name, const void *ptr, int64_t element_size,
               std::initializer_list<Dim> dims);
+// How many rows leading dimensions make, 0..INT32_MAX; `lead` becomes them, filled up with ones.
+int64_t check_lead_dims(int32_t ndim, const int64_t *dims, const char *strides_name,
+                        const int64_t *strides, Dim (&lead)[KDTREE_MAX_LEAD_DIMS]);
 // NULL pointers are skipped.
 void check_no_overlap(std::initializer_list<Extent> outputs, std::initializer_list<Extent> inputs);
 

@@ -35,29 +35,20 @@ static std::string in_request(int64_t b) {
   return " in request " + std::to_string(b);
 }
 
-// ---- what only the host can see: lengths and indices, each before anything is written. On CUDA
-// the kernels guard instead.
+// ---- lengths and indices, which only host memory lets us see; on CUDA the kernels guard instead
 
-// Where the keys of request b are listed: columns of block_table or places of kv_indices.
-struct Listed {
-  const Params &p;
-  int64_t b;
-
-  // Throws unless `position` lies in the cache.
-  void check(int64_t position) const {
-    const bool table = p.block_table != nullptr;
-    const int64_t place =
-        table ? b * p.block_table_stride_b + position / p.page_size : p.kv_indptr[b] + position;
-    const int64_t page =
-        table ? p.block_table[place] : tree::load_id(p.kv_indices, p.kv_indices_dtype, place);
-    if (page >= 0 && page < p.num_pages) return;
-    throw ValueError(std::string(table ? "block_table" : "kv_indices") + ": expected " +
-                     (table ? "pages" : "rows") + " in " + range_text(0, p.num_pages - 1) +
-                     ", got " + std::to_string(page) + in_request(b) +
-                     (table ? ", column " : ", place ") +
-                     std::to_string(table ? position / p.page_size : position));
-  }
-};
+// The page that holds this position of request b, as block_table or kv_indices has it.
+static void check_page(const Params &p, int64_t b, int64_t position) {
+  const bool table = p.block_table != nullptr;
+  const int64_t place = position / p.page_size;
+  const int64_t page =
+      table ? p.block_table[b * p.block_table_stride_b + place]
+            : tree::load_id(p.kv_indices, p.kv_indices_dtype, p.kv_indptr[b] + place);
+  if (page < 0 || page >= p.num_pages)
+    throw ValueError((table ? "block_table: expected pages in " : "kv_indices: expected rows in ") +
+                     range_text(0, p.num_pages - 1) + ", got " + std::to_string(page) +
+                     in_request(b) + (table ? ", column " : ", place ") + std::to_string(place));
+}
 
 static void check_request(const Params &p, int64_t b) {
   const int used =
@@ -68,13 +59,15 @@ static void check_request(const Params &p, int64_t b) {
     throw ValueError("prefix_lens: expected at least 0, got " + std::to_string(prefix) +
                      in_request(b));
   const int64_t rows = prefix + used;
-  const std::string needs = " (prefix " + std::to_string(prefix) + " + " + std::to_string(used) +
-                            " tree slots)" + in_request(b);
+  const auto needs = [&] {
+    return " (prefix " + std::to_string(prefix) + " + " + std::to_string(used) + " tree slots)" +
+           in_request(b);
+  };
   if (p.block_table != nullptr) {
     const int64_t columns = (rows + p.page_size - 1) / p.page_size;
     if (columns > p.block_table_width)
       throw ValueError("block_table: expected at least " + std::to_string(columns) +
-                       " columns, got " + std::to_string(p.block_table_width) + needs);
+                       " columns, got " + std::to_string(p.block_table_width) + needs());
   } else {
     const int64_t begin = p.kv_indptr[b], end = p.kv_indptr[b + 1];
     if (begin < 0 || end < begin || end > p.kv_indices_len)
@@ -83,7 +76,7 @@ static void check_request(const Params &p, int64_t b) {
                        " and " + std::to_string(end) + in_request(b));
     if (end - begin < rows)
       throw ValueError("kv_indptr: expected at least " + std::to_string(rows) + " rows, got " +
-                       std::to_string(end - begin) + needs);
+                       std::to_string(end - begin) + needs());
   }
 
   uint64_t nodes = tree::node_bits(used);
@@ -93,11 +86,10 @@ static void check_request(const Params &p, int64_t b) {
       seen |= static_cast<uint64_t>(p.visibility[b * p.visibility_stride_b + slot]);
     nodes &= seen;
   }
-  const Listed keys{p, b};
-  for (int64_t position = 0; position < prefix; position += p.page_size) keys.check(position);
-  keys.check(prefix);
+  for (int64_t position = 0; position < prefix; position += p.page_size) check_page(p, b, position);
+  check_page(p, b, prefix);
   for (int slot = 1; slot < used; ++slot)
-    if ((nodes & tree::slot_bit(slot)) != 0) keys.check(prefix + slot);
+    if ((nodes & tree::slot_bit(slot)) != 0) check_page(p, b, prefix + slot);
 }
 
 static bool check_verify_attn(Params &p, Device device) {
@@ -131,8 +123,7 @@ static bool check_verify_attn(Params &p, Device device) {
   if (p.page_size < 1 || p.page_size > 128 || (p.page_size & (p.page_size - 1)) != 0)
     throw ValueError("kv_cache: expected a page size that is a power of two in 1..128, got " +
                      std::to_string(p.page_size));
-  if (p.num_pages < 1 || p.num_pages > kMost)
-    throw ValueError("kv_cache: expected at least 1 page, got " + std::to_string(p.num_pages));
+  check_range("kv_cache: pages", p.num_pages, 1, kMost);
   check_pointer("kv_cache", p.kv_cache, 16);
   check_stride("kv_cache", "page", p.kv_stride_page, p.num_pages, kDim, kv_size);
   check_stride("kv_cache", "row", p.kv_stride_row, p.page_size, kDim, kv_size);
@@ -144,9 +135,7 @@ static bool check_verify_attn(Params &p, Device device) {
     check_pointer("block_table", p.block_table, 4);
     if (p.kv_indices != nullptr)
       throw ValueError("kv_indices: expected none beside block_table, got an array");
-    if (p.block_table_width < 0 || p.block_table_width > kMost)
-      throw ValueError("block_table: expected at least 0 columns, got " +
-                       std::to_string(p.block_table_width));
+    check_range("block_table: columns", p.block_table_width, 0, kMost);
     check_range("block_table: stride", p.block_table_stride_b, 0, kMost);
   } else {
     if (p.page_size != 1)

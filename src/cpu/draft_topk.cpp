@@ -30,10 +30,12 @@ struct ExpSum {
   void add(const LogitBlock &block) {
     raise(block.top);
     if (std::isinf(top)) return;
+    float part[LogitBlock::kColumns];
+    for (int i = 0; i < LogitBlock::kColumns; ++i) part[i] = exp_near(block.value[i] - top);
     float lane[16] = {};
     for (int i = 0; i < LogitBlock::kColumns; i += 16)
-      for (int j = 0; j < 16; ++j) lane[j] += exp_near(block.value[i + j] - top);
-    for (float part : lane) sum += part;
+      for (int j = 0; j < 16; ++j) lane[j] += part[i + j];
+    for (float some : lane) sum += some;
   }
   void add(const ExpSum &other) {
     raise(other.top);
@@ -122,18 +124,18 @@ void draft_topk(const kdtree_draft_topk_params &p) {
   const int64_t chunks = std::max<int64_t>(1, (columns + kChunk - 1) / kChunk);
 
   std::vector<Part> parts(rows * chunks);
-  parallel_for(rows * chunks, std::max<int64_t>(1, kChunk / (columns + 1)),
-               [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i) {
-                   const int64_t first = i % chunks * kChunk;
-                   with_logits(p.logits, p.logits_dtype,
-                               tree::lead_offset(i / chunks, p.lead_ndim, p.lead_dims,
-                                                 p.logits_lead_strides),
-                               [&](auto *row) {
-                                 parts[i] = scan(row, first, std::min(columns, first + kChunk), p.k);
-                               });
-                 }
-               });
+  parallel_for(
+      rows * chunks, std::max<int64_t>(1, kChunk / (columns + 1)), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t first = i % chunks * kChunk;
+          with_logits(
+              p.logits, p.logits_dtype,
+              tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, i / chunks),
+              [&](auto *row) {
+                parts[i] = scan(row, first, std::min(columns, first + kChunk), p.k);
+              });
+        }
+      });
   parallel_for(rows, 256, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) finish(p, row, &parts[row * chunks], chunks);
   });

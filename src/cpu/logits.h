@@ -70,11 +70,13 @@ struct LogitBlock {
   static float ordered(float x) { return x > -kInfinity ? x : -kInfinity; }
 };
 
-// e^x within 2e-7 of itself for |x| <= 87, and its value there beyond; NaN gives e^87.
+// e^x, off by less than 1e-7 (1 + |x|) of itself for |x| <= 87, and as at 87 or -87 beyond and for
+// NaN. The clamp is one of integers, which compilers turn into vector code without -ffast-math.
 inline float exp_near(float x) {
-  float t = x * 1.44269504f;
-  t = t < 126.0f ? t : 126.0f;
-  t = t > -126.0f ? t : -126.0f;
+  const uint32_t bits = tree::float_bits(x * 1.44269504f);
+  const int32_t size = static_cast<int32_t>(bits & 0x7fffffffu), most = 0x42fc0000;  // 126.0
+  const float t =
+      tree::bits_float(static_cast<uint32_t>(size < most ? size : most) | (bits & 0x80000000u));
   const float shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(t)
   const float f = t - (shifted - 12582912.0f);
   float poly = 1.53533619e-4f;  // 2^f on [-1/2, 1/2]

@@ -18,10 +18,11 @@ constexpr int kColumns = LogitBlock::kColumns;
 
 void sample(const LogitBlock &block, uint32_t first, int count, const tree::Draw &draw,
             tree::Choice &choice) {
-  if (!draw.can_reach(block.top, choice.score)) return;
+  const float bound = std::max(choice.score, draw.least_score(block.top));
+  if (!draw.can_reach(block.top, bound)) return;
   float reach[kColumns];
   for (int i = 0; i < kColumns; ++i)
-    reach[i] = exp_near(tree::log_reach(draw.scaled(block.value[i]), choice.score));
+    reach[i] = exp_near(tree::log_reach(draw.scaled(block.value[i]), bound));
   tree::Words4 words{};
   for (int i = 0; i < count; ++i) {
     if (i % 4 == 0) words = draw.words((first + i) / 4);

@@ -34,7 +34,7 @@ using attention::Partial;
 using attention::Scratch;
 using Params = kdtree_verify_attn_params;
 
-constexpr int64_t kSplit = 10 * kKeys;  // least keys of a split: 0.3 ms of a core
+constexpr int64_t kSplit = 10 * kKeys;  // least keys of a split: half a millisecond of a full block
 // Units that the splits of one request are worth, for the threads of a large machine.
 constexpr int64_t kUnits = 256;
 // Partials of split requests that are alive at once, 99 KB each.
@@ -68,9 +68,9 @@ struct Request {
   int64_t first_partial;         // of splits x blocks; none when there is one split
 };
 
-class Op {
+class VerifyAttn {
  public:
-  explicit Op(const Params &p)
+  explicit VerifyAttn(const Params &p)
       : p_(p),
         kernels_(choose_kernels()),
         rows_(p.qlen * p.heads),
@@ -118,7 +118,7 @@ class Op {
   void run(const std::vector<Request> &wave, int64_t units, int64_t partials) const {
     const std::unique_ptr<Partial[]> parts(new Partial[partials]);  // not touched before its unit
     parallel_for(units, 1, [&](int64_t begin, int64_t end) {
-      const auto scratch = std::make_unique<Scratch>();
+      const std::unique_ptr<Scratch> scratch(new Scratch);
       const std::unique_ptr<Partial> own(new Partial);
       for (int64_t unit = begin; unit < end; ++unit) {
         const Request &r =
@@ -272,7 +272,7 @@ class Op {
 }  // namespace
 
 void verify_attn(const kdtree_verify_attn_params &p) {
-  Op(p).run();
+  VerifyAttn(p).run();
 }
 
 }  // namespace kdtree::cpu

@@ -60,17 +60,4 @@ KDTREE_HD int lowest_lane(uint32_t lanes) {
 #endif
 }
 
-// The lowest lane that holds the largest key of the group. A collective.
-template <class Group>
-KDTREE_HD int lane_of_max(Group &group, uint64_t key) {
-  const uint32_t high = static_cast<uint32_t>(key >> 32), low = static_cast<uint32_t>(key);
-  const uint32_t top = group.max(high);
-  uint32_t holders = group.ballot(high == top);
-  if ((holders & (holders - 1)) != 0) {  // the same for every lane: the low words decide
-    const uint32_t low_top = group.max(high == top ? low : 0);
-    holders = group.ballot(high == top && low == low_top);
-  }
-  return lowest_lane(holders);
-}
-
 }  // namespace kdtree::tree

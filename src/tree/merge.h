@@ -8,8 +8,8 @@
 
 #include <math.h>
 
-#include "tree/limits.h"
 #include "tree/order.h"
+#include "tree/topk.h"
 
 namespace kdtree::tree {
 
@@ -25,16 +25,6 @@ struct MergeScratch {
 // The order of the top-k; an id of -1 is the largest as an unsigned number.
 KDTREE_HD bool comes_before(const Candidate &a, const Candidate &b) {
   return a.key != b.key ? a.key > b.key : static_cast<uint64_t>(a.id) < static_cast<uint64_t>(b.id);
-}
-
-// Where row `row` of [lead...] starts, in elements.
-KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *strides, int64_t row) {
-  int64_t offset = 0;
-  for (int d = ndim - 1; d > 0; --d) {
-    offset += row % dims[d] * strides[d];
-    row /= dims[d];
-  }
-  return ndim > 0 ? offset + row * strides[0] : 0;
 }
 
 // The lane's block of one output list: the first k of the two lists together.
@@ -121,10 +111,7 @@ KDTREE_HD void merge_topk(Group &group, const kdtree_merge_topk_params &p, int64
   for (int place = group.lane(); place < p.k; place += group.size()) {
     const Candidate candidate = result[place];
     const float value = candidate.id < 0 ? -HUGE_VALF : key_value(candidate.key);
-    float logprob = value - total;
-    if (value == -HUGE_VALF) logprob = value;
-    if (total == HUGE_VALF) logprob = value == total ? 0 : -HUGE_VALF;
-    p.logprobs[row * p.k + place] = logprob;
+    p.logprobs[row * p.k + place] = log_prob(value, total);
     p.out_ids[row * p.k + place] = candidate.id;
   }
   if (group.lane() == 0) p.out_lse[row] = total;

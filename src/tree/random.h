@@ -40,15 +40,15 @@ KDTREE_HD Words4 token_words(int64_t seed, int64_t position, uint32_t block) {
                        static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32));
 }
 
-// Products and sums that no compiler fuses. The host is built with -ffp-contract=off.
-KDTREE_HD float mul_rn(float a, float b) {
+// Products and sums that no compiler fuses, as in tree/exp.h.
+KDTREE_HD float rounded_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
 #else
   return a * b;
 #endif
 }
-KDTREE_HD float add_rn(float a, float b) {
+KDTREE_HD float rounded_add(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fadd_rn(a, b);
 #else
@@ -65,11 +65,13 @@ KDTREE_HD float log_parts(int exponent, float f) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 6; i >= 0; --i) poly = add_rn(mul_rn(poly, f), c[i]);
-  const float square = mul_rn(f, f), e = static_cast<float>(exponent);
-  float sum = add_rn(mul_rn(mul_rn(square, f), poly), mul_rn(e, 1.42860677e-6f));
-  sum = add_rn(sum, mul_rn(square, -0.5f));
-  return add_rn(add_rn(sum, f), mul_rn(e, 0.693145752f));  // the two constants sum to ln 2
+  for (int i = 6; i >= 0; --i) poly = rounded_add(rounded_mul(poly, f), c[i]);
+  const float square = rounded_mul(f, f), e = static_cast<float>(exponent);
+  float sum =
+      rounded_add(rounded_mul(rounded_mul(square, f), poly), rounded_mul(e, 1.42860677e-6f));
+  sum = rounded_add(sum, rounded_mul(square, -0.5f));
+  return rounded_add(rounded_add(sum, f),
+                     rounded_mul(e, 0.693145752f));  // the two constants sum to ln 2
 }
 
 // log of a positive normal number.
@@ -77,12 +79,12 @@ KDTREE_HD float log_rn(float value) {
   const uint32_t bits = float_bits(value);
   const int exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;  // from sqrt(1/2) up
   const float mantissa = bits_float(bits - (static_cast<uint32_t>(exponent) << 23));
-  return log_parts(exponent, add_rn(mantissa, -1.0f));
+  return log_parts(exponent, rounded_add(mantissa, -1.0f));
 }
 
 // w = (word + 1/2) / 2^32.
 KDTREE_HD float uniform(uint32_t word) {
-  return mul_rn(add_rn(static_cast<float>(word), 0.5f), 0x1p-32f);
+  return rounded_mul(rounded_add(static_cast<float>(word), 0.5f), 0x1p-32f);
 }
 
 KDTREE_HD float gumbel(uint32_t word) {

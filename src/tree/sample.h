@@ -2,11 +2,15 @@
 // noise. Each house cuts the row as it likes and puts the parts' keys together by maximum.
 #pragma once
 
+#include <math.h>
+
 #include "tree/random.h"
 
 namespace kdtree::tree {
 
 struct Draw {
+  static constexpr float kMost = 0x1.fffffep127f;  // of floats
+
   float inverse;  // 1 / temperature; 0: take the largest logit
   int64_t seed, position;
 
@@ -14,15 +18,20 @@ struct Draw {
 
   // Finite logits stay finite, and infinite ones as they are.
   KDTREE_HD float scaled(float logit) const {
-    constexpr float kMost = 0x1.fffffep127f;
-    const float x = mul_rn(logit, inverse);
+    const float x = rounded_mul(logit, inverse);
     if (logit > kMost || logit < -kMost) return logit;
     return x > kMost ? kMost : x < -kMost ? -kMost : x;
   }
   KDTREE_HD float score(float logit, uint32_t word) const {
-    return add_rn(scaled(logit), gumbel(word));
+    return rounded_add(scaled(logit), gumbel(word));
   }
   KDTREE_HD Words4 words(uint32_t block) const { return token_words(seed, position, block); }
+
+  // What this logit scores at least: no noise is below -3.14. Finite, for log_reach's sake.
+  KDTREE_HD float least_score(float logit) const {
+    const float x = scaled(logit);
+    return (x < kMost ? x : kMost) - 3.2f;
+  }
 
   // Whether any word lets this logit reach `best`: none is below 2^-33.
   KDTREE_HD bool can_reach(float logit, float best) const {
@@ -46,7 +55,7 @@ KDTREE_HD int64_t slot_position(const kdtree_tree_accept_logits_params &p, int64
 
 // The best of the columns seen so far, in ascending order.
 struct Choice {
-  float score = bits_float(0xff800000u);
+  float score = -INFINITY;
   uint32_t column = 0;
   bool finite = false;  // some logit was
 
@@ -55,13 +64,9 @@ struct Choice {
     score = other;
     column = its_column;
   }
-  KDTREE_HD void see(float logit) {
-    finite |= logit > bits_float(0xff800000u) && logit < bits_float(0x7f800000u);
-  }
+  KDTREE_HD void see(float logit) { finite |= logit > -INFINITY && logit < INFINITY; }
   // The larger key wins, 0 is nothing: -inf and NaN are never taken.
-  KDTREE_HD uint64_t key() const {
-    return score > bits_float(0xff800000u) ? topk_key(score, column) : 0;
-  }
+  KDTREE_HD uint64_t key() const { return score > -INFINITY ? topk_key(score, column) : 0; }
 };
 
 KDTREE_HD int64_t chosen_token(uint64_t key, bool finite) {

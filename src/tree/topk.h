@@ -2,8 +2,9 @@
 // log-prob is. The order itself is in tree/order.h.
 #pragma once
 
+#include <math.h>
+
 #include "tree/limits.h"
-#include "tree/order.h"
 
 namespace kdtree::tree {
 
@@ -14,21 +15,26 @@ KDTREE_HD int64_t real_columns(int64_t vocab, int64_t vocab_start, int64_t vocab
   return real < 0 ? 0 : real < vocab ? real : vocab;
 }
 
-// Element offset of row number `row` of an array with these leading dimensions.
-KDTREE_HD int64_t lead_offset(int64_t row, int ndim, const int64_t *dims, const int64_t *strides) {
+KDTREE_HD int64_t lead_rows(int ndim, const int64_t *dims) {
+  int64_t rows = 1;
+  for (int d = 0; d < ndim; ++d) rows *= dims[d];
+  return rows;
+}
+
+// Where row `row` of [lead...] starts, in elements.
+KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *strides, int64_t row) {
   int64_t offset = 0;
-  for (int i = ndim - 1; i >= 0; --i) {
-    offset += row % dims[i] * strides[i];
-    row /= dims[i];
+  for (int d = ndim - 1; d > 0; --d) {
+    offset += row % dims[d] * strides[d];
+    row /= dims[d];
   }
-  return offset;
+  return ndim > 0 ? offset + row * strides[0] : 0;
 }
 
 // Never NaN: an infinite logit has log-prob 0, and in a row of -inf everything has -inf.
 KDTREE_HD float log_prob(float logit, float lse) {
-  const float infinity = bits_float(0x7f800000u);
-  if (lse == infinity && logit == lse) return 0;
-  return lse == -infinity ? lse : logit - lse;
+  if (lse == INFINITY && logit == lse) return 0;
+  return lse == -INFINITY ? lse : logit - lse;
 }
 
 }  // namespace kdtree::tree

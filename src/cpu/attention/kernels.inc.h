@@ -30,7 +30,8 @@ static_assert(kRows % kValueRows == 0 && kLatent % (kValueVectors * kLanes) == 0
 static_assert(kDim % kChunk == 0 && KDTREE_ROPE_DIM % kLanes == 0 && kRows <= 64, "");
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));  // what comparisons give
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
@@ -49,11 +50,15 @@ inline void store(void *ptr, Vector v) {
 inline Floats splat(float x) {
   return x - Floats{};
 }
-inline Floats as_floats(Ints x) {
+inline Floats as_floats(Words x) {
   return reinterpret_cast<Floats>(x);
 }
-inline Ints as_ints(Floats x) {
-  return reinterpret_cast<Ints>(x);
+inline Words as_words(Floats x) {
+  return reinterpret_cast<Words>(x);
+}
+// x < y where both are below 2^31: the signed comparison, which every ISA has.
+inline Ints below(Words x, int32_t y) {
+  return reinterpret_cast<Ints>(x) < y;
 }
 
 // ---- number formats
@@ -61,17 +66,17 @@ inline Ints as_ints(Floats x) {
 // A float of kBits bits with kMantissa mantissa bits and this bias. Magnitudes from kSpecial up
 // (in its own bits) are infinite or NaN.
 template <int kBits, int kMantissa, int kBias, int kSpecial>
-inline Floats widen(Ints x) {
+inline Floats widen(Words x) {
   constexpr int kShift = 23 - kMantissa;
-  const Ints sign = (x >> (kBits - 1)) << 31;
-  const Ints magnitude = (x & ((1 << (kBits - 1)) - 1)) << kShift;
+  const Words sign = x >> (kBits - 1) << 31;
+  const Words magnitude = (x & ((1u << (kBits - 1)) - 1)) << kShift;
   // A subnormal is exact as what it adds to the least normal number; no fp32 subnormal arises,
   // so this is right under any rounding-to-zero mode of the caller's.
-  constexpr int kLeast = (128 - kBias) << 23;
-  const Floats small = as_floats(magnitude | kLeast) - as_floats(Ints{} + kLeast);
-  const Ints normal = magnitude + ((127 - kBias) << 23);
-  const Ints finite = magnitude < (1 << 23) ? as_ints(small) : normal;
-  return as_floats((magnitude >= (kSpecial << kShift) ? normal | 0x7f800000 : finite) | sign);
+  constexpr uint32_t kLeast = (128u - kBias) << 23;
+  const Floats small = as_floats(magnitude | kLeast) - as_floats(Words{} + kLeast);
+  const Words normal = magnitude + ((127u - kBias) << 23);
+  const Words finite = below(magnitude, 1 << 23) ? as_words(small) : normal;
+  return as_floats((below(magnitude, kSpecial << kShift) ? finite : normal | 0x7f800000) | sign);
 }
 
 // kLanes elements of a dtype, as fp32.
@@ -79,10 +84,10 @@ template <int kDtype>
 inline Floats load_floats(const void *row, int element) {
   if constexpr (kDtype == KDTREE_F8E4M3) {
     const Bytes x = load<Bytes>(static_cast<const uint8_t *>(row) + element);
-    return widen<8, 3, 7, 0x7f>(__builtin_convertvector(x, Ints));
+    return widen<8, 3, 7, 0x7f>(__builtin_convertvector(x, Words));
   } else {
     const Halves x = load<Halves>(static_cast<const uint16_t *>(row) + element);
-    const Ints bits = __builtin_convertvector(x, Ints);
+    const Words bits = __builtin_convertvector(x, Words);
     if constexpr (kDtype == KDTREE_BF16) return as_floats(bits << 16);
     return widen<16, 10, 15, 0x7c00>(bits);
   }
@@ -101,20 +106,21 @@ void load_row(int32_t dtype, const void *row, int elements, float *to) {
 // fp32 to 16 bits, nearest, ties to even.
 template <int kDtype>
 inline Halves narrow(Floats x) {
-  const Ints magnitude = as_ints(x) & 0x7fffffff;
-  const Ints sign = (as_ints(x) >> 16) & 0x8000;
-  Ints bits;
+  const Words magnitude = as_words(x) & 0x7fffffff;
+  const Words sign = as_words(x) >> 16 & 0x8000;
+  const Ints number = below(magnitude, 0x7f800001);
+  Words bits;
   if constexpr (kDtype == KDTREE_BF16) {
-    const Ints rounded = (magnitude + 0x7fff + ((magnitude >> 16) & 1)) >> 16;
-    bits = magnitude > 0x7f800000 ? Ints{} + 0x7fc0 : rounded;
+    const Words rounded = (magnitude + 0x7fff + (magnitude >> 16 & 1)) >> 16;
+    bits = number ? rounded : Words{} + 0x7fc0;
   } else {
-    const Ints rebased = magnitude - (112 << 23);
-    const Ints normal = (rebased + 0xfff + ((rebased >> 13) & 1)) >> 13;
+    const Words rebased = magnitude - (112u << 23);
+    const Words normal = (rebased + 0xfff + (rebased >> 13 & 1)) >> 13;
     // Below 2^-14: adding 0.5 rounds to its last mantissa bit, which is 2^-24, the subnormals'.
-    const Ints small = as_ints(as_floats(magnitude) + 0.5f) - 0x3f000000;
-    bits = magnitude < (113 << 23) ? small : normal;
-    bits = magnitude >= (143 << 23) ? Ints{} + 0x7c00 : bits;
-    bits = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : bits;
+    const Words small = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
+    bits = below(magnitude, 113 << 23) ? small : normal;
+    bits = below(magnitude, 143 << 23) ? bits : Words{} + 0x7c00;
+    bits = number ? bits : Words{} + 0x7e00;
   }
   return __builtin_convertvector(bits | sign, Halves);
 }
@@ -132,7 +138,7 @@ inline Floats exp2(Floats x) {
   y = y * f + 2.40226507e-1f;
   y = y * f + 6.93147181e-1f;
   y = y * f + 1.0f;
-  const Floats scaled = as_floats(as_ints(y) + (as_ints(shifted) << 23));
+  const Floats scaled = as_floats(as_words(y) + (as_words(shifted) << 23));
   return x >= -126.0f ? scaled : x < -126.0f ? Floats{} : x;
 }
 
@@ -168,8 +174,7 @@ inline void score_tile(const float *q, int stride, const float *kv, bool first, 
   }
 }
 
-// Keys from count to the next multiple of kScoreKeys are scored too, from whatever the tile holds;
-// nothing reads those scores.
+// Keys from count to the next multiple of kScoreKeys are scored too; nothing reads those scores.
 void score(const Block &block, int count) {
   Scratch &s = *block.scratch;
   const int vectors = vectors_of(block.rows), stride = vectors * kLanes;
@@ -286,7 +291,9 @@ void begin(const Block &block, const void *const *q_rows, const void *const *rop
 }
 
 void attend(const Block &block, const void *const *keys, int count, const uint64_t *seen) {
-  for (int k = 0; k < count; ++k) load_row(block.kv_dtype, keys[k], kDim, block.scratch->kv[k]);
+  float (*kv)[kDim] = block.scratch->kv;
+  for (int k = 0; k < count; ++k) load_row(block.kv_dtype, keys[k], kDim, kv[k]);
+  for (int k = count; k % kScoreKeys != 0; ++k) __builtin_memset(kv[k], 0, sizeof(kv[k]));
   float decay[kRows];
   score(block, count);
   soften(block, count, seen, decay);

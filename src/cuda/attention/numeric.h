@@ -6,6 +6,8 @@
 #include <cuda_fp8.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace kdtree::cuda::attention {
 
 // 2^x, within 2 ulp; 2^-inf = 0.
@@ -38,7 +40,7 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
 template <class T>
 __device__ __forceinline__ uint32_t widen(uint16_t two) {
   const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
-  if constexpr (sizeof(T) == 2 && !__is_same(T, __half)) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     const float2 f = __half22float2(pair);
     return pack<T>(f.x, f.y);
   }

@@ -60,12 +60,13 @@ __device__ __forceinline__ KeyRange split_keys(const Params &a, int length, int 
     begin = units * split / a.splits * kSplitUnit;
     end = units * (split + 1) / a.splits * kSplitUnit;
   }
-  return {static_cast<int>(min(begin, int64_t(length))), static_cast<int>(min(end, int64_t(length)))};
+  return {static_cast<int>(min(begin, int64_t(length))),
+          static_cast<int>(min(end, int64_t(length)))};
 }
 
 // The nodes that a slot sees: the visibility word, made safe.
-__device__ __forceinline__ uint64_t seen_nodes(const kdtree_verify_attn_params &p,
-                                               const Request &r, int slot) {
+__device__ __forceinline__ uint64_t seen_nodes(const kdtree_verify_attn_params &p, const Request &r,
+                                               int slot) {
   if (slot >= r.nodes) return 0;
   if (p.visibility == nullptr) return tree::node_bits(slot + 1);
   const int64_t word = p.visibility[r.b * p.visibility_stride_b + slot];

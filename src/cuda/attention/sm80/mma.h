@@ -26,6 +26,12 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool v
                  : "memory");
 }
 
+// Hides where a value comes from, so that what follows from it is computed again instead of being
+// kept in registers through a loop.
+__device__ __forceinline__ void forget(unsigned &value) {
+  asm volatile("" : "+r"(value));
+}
+
 // Waits for all of this thread's copies.
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -55,8 +61,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
 template <>
 __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
                                                         uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -64,8 +69,7 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uin
 template <>
 __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

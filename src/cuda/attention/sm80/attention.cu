@@ -1,0 +1,459 @@
+// verify_attn on any GPU since sm_80: mma.sync and cp.async. README.md explains the schedule.
+//
+// A block takes one tile of 64 (or 16) rows of a request and one split of its keys, 32 keys at a
+// time, with 8 warps. For each 32 keys:
+//   scores   each warp multiplies its rows with its quarter of the 576 features, held in registers
+//            since the start; the quarters meet in shared memory
+//   softmax  warp h adds them up for rows 8h..8h+7, updates the running maximum and sum, and leaves
+//            the probabilities in shared memory as the next product's operand
+//   values   each warp multiplies all rows' probabilities with its own 64 of the 512 columns
+// while the next 32 keys arrive in the other of two buffers.
+//
+// Per row and key 1,088 multiply-adds, per key 1,152 bytes: 64 rows do 121 FLOP a byte, so the
+// matrix units bound it (627 TF on the H200 for mma.sync); 16 rows of decoding are bound by the
+// 4.3 TB/s of memory.
+#include <cmath>
+
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/numeric.h"
+#include "cuda/attention/sm80/mma.h"
+#include "cuda/launch.h"
+
+namespace kdtree::cuda::sm80 {
+
+using attention::kDim;
+using attention::KeyRange;
+using attention::kLatent;
+using attention::pack;
+using attention::Params;
+using attention::Request;
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kKeys = 32;            // of a step
+constexpr int kRowBytes = kDim * 2;  // of a key in shared memory: 9 lines of 128 bytes
+constexpr int kBufferBytes = kKeys * kRowBytes;
+constexpr int kFeatureGroups = 4;  // warps that share the features of a score
+constexpr int kFeatureSteps = kDim / 16 / kFeatureGroups;  // of 16 features, for each of them
+constexpr int kColumns = kLatent / kWarps;                 // of the output, a warp
+// A maximum that grows by less than this (in log2) leaves the old one in use: probabilities stay
+// below 2^8, and the output is seldom rescaled.
+constexpr float kSlack = 8;
+
+// MTiles: 16-row tiles of a block. With 4, warps 0-3 and 4-7 score 32 rows each; with 1, 16 of the
+// 32 keys each.
+template <int MTiles>
+struct Shape {
+  static constexpr int rows = 16 * MTiles;
+  static constexpr int bands = 2 * MTiles;  // of 8 rows; warp h < bands owns band h in softmax
+  static constexpr int row_groups = MTiles == 4 ? 2 : 1;
+  static constexpr int group_bands = bands / row_groups;  // a warp scores
+  static constexpr int group_tiles = MTiles / row_groups;
+  // With 4 tiles a warp scores the band that it owns, and keeps that part in registers.
+  static constexpr bool owns_scored = row_groups == 2;
+  static constexpr int parts = owns_scored ? kFeatureGroups - 1 : kFeatureGroups;
+};
+
+// What a block works on: rows first_row.. of a request, and one split of its keys.
+struct Block {
+  Request request;
+  KeyRange keys;
+  int first_row, rows, split;
+};
+
+template <int MTiles>
+__device__ __forceinline__ Block read_block(const Params &a) {
+  Block block;
+  block.first_row = blockIdx.x % a.tiles * Shape<MTiles>::rows;
+  block.rows = min(Shape<MTiles>::rows, a.rows - block.first_row);
+  block.split = blockIdx.x / a.tiles % a.splits;
+  block.request = attention::read_request(a.p, blockIdx.x / a.tiles / a.splits);
+  block.keys = attention::split_keys(a, block.request.length, block.split);
+  return block;
+}
+
+template <int MTiles>
+struct Shared {
+  using S = Shape<MTiles>;
+  // Row r holds its 16-byte chunk c at c ^ (r % 8) within each 128 bytes: the 8 rows of one chunk
+  // are 8 different bank groups.
+  alignas(128) unsigned char buffers[2 * kBufferBytes];
+  // Partial scores: band, feature group, 16-key half, lane (as the product leaves them: two keys
+  // of each of two 8-key tiles). Each band's owner puts its probabilities over the first part.
+  float4 scores[S::bands][S::parts][2][32];
+  // Kept here rather than in registers, of which the products leave few.
+  Block block;
+  float scale;              // of scores, for exponentials in base 2
+  uint64_t nodes[S::rows];  // that a row sees
+  uint64_t tile_nodes;      // that any row of the tile sees
+  uint8_t rescaled[8];      // by band: some row's factor is not 1
+  float top[S::rows];       // running maximum of the scores
+  float sum[S::bands][32];  // running sum of the probabilities, a lane's part
+  float factor[S::rows];    // for what the output holds so far
+  float norm[S::rows];      // for the output at the end
+
+  // Operand of the second product: for 16 keys `half`, lane 4g + t has row g of the band, keys 2t,
+  // 2t+1 (x) and 2t+8, 2t+9 (y).
+  __device__ uint2 &probabilities(int band, int half, int lane) {
+    return reinterpret_cast<uint2 *>(scores[band])[half * 32 + lane];
+  }
+};
+static_assert(sizeof(Shared<4>) <= 101376);
+
+// Brings the keys of a step to shared memory. Warp w copies keys 4w..4w+3 of each step, eight lanes
+// a key. The table is read for eight steps at once, eight steps before they are used: lane l for
+// key 4w + l % 4 of step l / 4.
+template <class T, bool Fp8, int MTiles>
+struct KeyLoader {
+  static constexpr int chunk_bytes = Fp8 ? 8 : 16;  // eight features
+
+  const Params &a;
+  Shared<MTiles> &shared;
+  int page, next_page;
+
+  __device__ KeyLoader(const Params &a, Shared<MTiles> &shared, unsigned thread) : a(a), shared(shared) {
+    next_page = look_up(0, thread);
+  }
+
+  __device__ int look_up(int step, unsigned thread) const {
+    const int lane = thread % 32, warp = thread / 32;
+    const int position =
+        shared.block.keys.begin + (step + lane / 4) * kKeys + warp * (kKeys / kWarps) + lane % 4;
+    if (position >= shared.block.keys.end ||
+        !attention::sees(shared.tile_nodes, position - shared.block.request.prefix))
+      return -1;
+    return attention::page_of(a, shared.block.request, position);
+  }
+
+  // Which key of a step this lane copies, and the place of its first chunk.
+  __device__ static int key(unsigned thread) { return thread / 8; }
+  __device__ static int place(int step, unsigned thread) {
+    return step % 2 * kBufferBytes + key(thread) * kRowBytes + ((thread ^ key(thread)) & 7) * 16;
+  }
+
+  // Steps come in order. What is not to be read becomes zeros.
+  __device__ void load(int step, unsigned thread) {
+    if (step % 8 == 0) {
+      page = next_page;
+      next_page = look_up(step + 8, thread);
+    }
+    const int64_t key_page = __shfl_sync(~0u, page, step % 8 * 4 + thread % 32 / 8);
+    const bool valid = key_page >= 0 && key_page < a.p.num_pages;
+    const int64_t in_page = (shared.block.keys.begin + step * kKeys + key(thread)) &
+                            (static_cast<int>(a.p.page_size) - 1);
+    const int64_t row = key_page * a.p.kv_stride_page + in_page * a.p.kv_stride_row;
+    const unsigned char *from = static_cast<const unsigned char *>(a.p.kv_cache) +
+                                (valid ? row * (Fp8 ? 1 : 2) : 0) + thread % 8 * chunk_bytes;
+    const uint32_t to = shared_address(shared.buffers) + place(step, thread);
+#pragma unroll
+    for (int i = 0; i < kDim / 64; ++i)
+      copy_async<chunk_bytes>(to + i * 128, from + i * 8 * chunk_bytes, valid);
+  }
+
+  // Waits for this thread's copies; fp8 chunks arrive in the first half of their place and are
+  // widened there by the thread that copied them.
+  __device__ void finish(int step, unsigned thread) const {
+    wait_copies();
+    if constexpr (Fp8) {
+      unsigned char *chunk = shared.buffers + place(step, thread);
+#pragma unroll
+      for (int i = 0; i < kDim / 64; ++i) {
+        const uint2 eight = *reinterpret_cast<const uint2 *>(chunk + i * 128);
+        *reinterpret_cast<uint4 *>(chunk + i * 128) = attention::widen<T>(eight);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float read_kv_scale(const Params &a) {
+  return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
+}
+
+// The results of an empty split, or of a padding request.
+template <class T>
+__device__ void write_nothing(const Params &a, const Block &block) {
+  const int64_t row = block.request.b * a.rows + block.first_row;
+  for (int i = threadIdx.x; i < block.rows; i += kThreads) {
+    if (a.splits > 1)
+      a.partial_lse[(row + i) * a.splits + block.split] = -INFINITY;
+    else if (a.p.lse != nullptr)
+      a.p.lse[row + i] = -INFINITY;
+  }
+  if (a.splits > 1) return;
+  uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
+  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
+}
+
+template <class T, bool Fp8, int MTiles>
+__global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
+    attention_kernel(const __grid_constant__ Params a) {
+  using S = Shape<MTiles>;
+  extern __shared__ __align__(128) unsigned char attention_smem[];
+  Shared<MTiles> &shared = *reinterpret_cast<Shared<MTiles> *>(attention_smem);
+
+  unsigned thread = threadIdx.x;
+  int lane = thread % 32, warp = thread / 32;
+  const Block block = read_block<MTiles>(a);
+  if (block.keys.begin >= block.keys.end) return write_nothing<T>(a, block);
+  // Half of a tile of 64 rows may be empty; its products are skipped.
+  const bool full = MTiles == 1 || block.rows > S::rows / 2;
+
+  // What each row sees, and what none does. The first warp gathers all rows.
+  if (warp == 0) {
+    uint64_t seen = 0;
+    for (int i = lane; i < S::rows; i += 32) {
+      const uint64_t nodes =
+          i < block.rows
+              ? attention::seen_nodes(a.p, block.request,
+                                      (block.first_row + i) / static_cast<int>(a.p.heads))
+              : 0;
+      shared.nodes[i] = nodes;
+      shared.top[i] = -INFINITY;
+      seen |= nodes;
+    }
+    for (int step = 16; step > 0; step /= 2) seen |= __shfl_xor_sync(~0u, seen, step);
+    if (lane < 8) shared.rescaled[lane] = 0;
+    if (lane == 0) {
+      shared.tile_nodes = seen;
+      shared.block = block;
+      shared.scale = a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+    }
+  }
+  if (warp < S::bands) shared.sum[warp][lane] = 0;
+  __syncthreads();
+  KeyLoader<T, Fp8, MTiles> loader(a, shared, thread);
+  loader.load(0, thread);
+
+  // This warp's part of q: its rows, and features 16 (feature_group + 4 j) .. + 15 for each j. The
+  // last j is the rope part.
+  const int group_row = S::row_groups == 2 ? warp / kFeatureGroups * 32 : 0;
+  uint32_t q[kFeatureSteps][S::group_tiles][4];
+#pragma unroll
+  for (int m = 0; m < S::group_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = group_row + m * 16 + half * 8 + lane / 4;
+      const int slot = (block.first_row + i) / static_cast<int>(a.p.heads);
+      const int head = (block.first_row + i) % static_cast<int>(a.p.heads);
+      const T *latent = static_cast<const T *>(a.p.q) + block.request.b * a.p.q_stride_b +
+                        slot * a.p.q_stride_q + head * a.p.q_stride_h;
+      const T *rope = a.p.q_rope == nullptr
+                          ? latent + kLatent
+                          : static_cast<const T *>(a.p.q_rope) +
+                                block.request.b * a.p.q_rope_stride_b + slot * a.p.q_rope_stride_q +
+                                head * a.p.q_rope_stride_h;
+#pragma unroll
+      for (int j = 0; j < kFeatureSteps; ++j) {
+        const T *from = j < kFeatureSteps - 1 ? latent + j * 64 : rope;
+        from += warp % kFeatureGroups * 16 + lane % 4 * 2;
+        q[j][m][half] = i < block.rows ? *reinterpret_cast<const uint32_t *>(from) : 0;
+        q[j][m][half + 2] = i < block.rows ? *reinterpret_cast<const uint32_t *>(from + 8) : 0;
+      }
+    }
+
+  float out[MTiles][kColumns / 8][4] = {};
+  const int steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
+
+  for (int step = 0; step < steps; ++step) {
+    forget(thread);
+    lane = thread % 32, warp = thread / 32;
+    const int g = lane / 4, t = lane % 4;
+    const int row_group = S::row_groups == 2 ? warp / kFeatureGroups : 0;
+    const int feature_group = warp % kFeatureGroups;
+
+    loader.finish(step, thread);
+    __syncthreads();  // this step's keys are there; the other buffer and the scores are free
+    if (step + 1 < steps) loader.load(step + 1, thread);
+    const uint32_t buffer = shared_address(shared.buffers) + step % 2 * kBufferBytes;
+
+    // Scores, 16 keys at a time: as matrices, 8 keys by 8 features, two by two.
+    const int score_key = lane % 8 + lane / 16 * 8;
+    const uint32_t score_address = buffer + score_key * kRowBytes +
+                                   (((feature_group * 2 + lane / 8 % 2) ^ score_key) & 7) * 16;
+    float own[2][4] = {};
+    if (full || row_group == 0) {
+#pragma unroll
+      for (int i = 0; i < S::row_groups; ++i) {
+        const int half = S::row_groups == 2 ? i : warp / kFeatureGroups;
+        float score[S::group_tiles][2][4] = {};
+#pragma unroll
+        for (int j = 0; j < kFeatureSteps; ++j) {
+          uint32_t k[4];
+          load_matrices(k, score_address + half * (16 * kRowBytes) + j * 128);
+#pragma unroll
+          for (int m = 0; m < S::group_tiles; ++m) {
+            multiply<T>(score[m][0], q[j][m], k[0], k[1]);
+            multiply<T>(score[m][1], q[j][m], k[2], k[3]);
+          }
+        }
+#pragma unroll
+        for (int band = 0; band < S::group_bands; ++band) {
+          const float *low = score[band / 2][0] + band % 2 * 2;
+          const float *high = score[band / 2][1] + band % 2 * 2;
+          if (S::owns_scored && band == feature_group) {
+            own[i][0] = low[0], own[i][1] = low[1], own[i][2] = high[0], own[i][3] = high[1];
+          } else {
+            const int part =
+                S::owns_scored && feature_group > band ? feature_group - 1 : feature_group;
+            shared.scores[row_group * S::group_bands + band][part][half][lane] = {low[0], low[1],
+                                                                                  high[0], high[1]};
+          }
+        }
+      }
+    }
+    __syncthreads();
+
+    if (warp < (full ? S::bands : S::bands / 2)) {
+      float x[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[half][i] = S::owns_scored ? own[half][i] : 0;
+#pragma unroll
+        for (int part = 0; part < S::parts; ++part) {
+          const float4 v = shared.scores[warp][part][half][lane];
+          x[half][0] += v.x, x[half][1] += v.y, x[half][2] += v.z, x[half][3] += v.w;
+        }
+      }
+      // Lane 4g + t: keys 16 half + 8 (i / 2) + 2t + i % 2.
+      const int offset = shared.block.keys.begin + step * kKeys - shared.block.request.prefix;
+      const uint32_t seen =
+          offset + kKeys <= 1 ? ~0u : attention::sees32(shared.nodes[warp * 8 + g], offset);
+      const float old_top = shared.top[warp * 8 + g];
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float &v = x[i / 4][i % 4];
+        v = seen >> (i / 2 * 8 + t * 2 + i % 2) & 1 ? v * shared.scale : -INFINITY;
+        top = fmaxf(top, v);
+      }
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      if (!(top > old_top + kSlack)) top = old_top;
+      const float base = top == -INFINITY ? 0 : top;  // -inf: nothing seen so far
+      const float factor = attention::exp2(old_top - base);
+      float sum = shared.sum[warp][lane] * factor;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i / 4][i % 4] = attention::exp2(x[i / 4][i % 4] - base);
+        sum += x[i / 4][i % 4];
+      }
+      const bool rescaled = __any_sync(~0u, factor != 1);
+      __syncwarp();  // the partial scores and the old maximum are read
+      shared.sum[warp][lane] = sum;
+      if (t == 0) shared.top[warp * 8 + g] = top, shared.factor[warp * 8 + g] = factor;
+      if (lane == 0) shared.rescaled[warp] = rescaled;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        shared.probabilities(warp, half, lane) = {pack<T>(x[half][0], x[half][1]),
+                                                  pack<T>(x[half][2], x[half][3])};
+    }
+    __syncthreads();
+
+    if (*reinterpret_cast<const uint64_t *>(shared.rescaled) != 0) {
+#pragma unroll
+      for (int band = 0; band < S::bands; ++band) {
+        const float factor = shared.factor[band * 8 + g];
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          out[band / 2][n][band % 2 * 2] *= factor;
+          out[band / 2][n][band % 2 * 2 + 1] *= factor;
+        }
+      }
+    }
+    // Values, 16 keys at a time: as matrices, 8 keys by 8 columns, two by two; the next 16 columns
+    // are 32 bytes on, before the swizzle.
+    const int value_key = lane % 16;
+    const uint32_t value_address =
+        buffer + value_key * kRowBytes + warp * 128 + ((lane / 16 ^ value_key) & 7) * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t p[MTiles][4];
+#pragma unroll
+      for (int m = 0; m < MTiles; ++m) {
+        const uint2 low = shared.probabilities(m * 2, half, lane);
+        const uint2 high = shared.probabilities(m * 2 + 1, half, lane);
+        p[m][0] = low.x, p[m][1] = high.x, p[m][2] = low.y, p[m][3] = high.y;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        uint32_t v[4];
+        load_matrices_transposed(v, (value_address ^ (n * 16)) + half * (16 * kRowBytes));
+#pragma unroll
+        for (int m = 0; m < MTiles; ++m) {
+          if (m >= 2 && !full) continue;
+          multiply<T>(out[m][n], p[m], v[0], v[1]);
+          multiply<T>(out[m][n + 1], p[m], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  forget(thread);
+  lane = thread % 32, warp = thread / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int64_t out_row = shared.block.request.b * a.rows + shared.block.first_row;
+  const int rows = shared.block.rows, split = shared.block.split;
+  if (warp < (full ? S::bands : S::bands / 2)) {
+    const float top = shared.top[warp * 8 + g];
+    float sum = shared.sum[warp][lane];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int i = warp * 8 + g;
+    if (t == 0) {
+      shared.norm[i] = sum > 0 ? read_kv_scale(a) / sum : 0;
+      if (i < rows) {
+        if (a.splits > 1)
+          a.partial_lse[(out_row + i) * a.splits + split] = top + log2f(sum);
+        else if (a.p.lse != nullptr)
+          a.p.lse[out_row + i] = attention::natural_log(top, sum);
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t partial_row =
+      (shared.block.request.b * a.splits + split) * a.rows + shared.block.first_row;
+#pragma unroll
+  for (int band = 0; band < S::bands; ++band) {
+    const int i = band * 8 + g;
+    if (i >= rows) continue;
+    const float norm = shared.norm[i];
+    const int column = warp * kColumns + t * 2;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float low = out[band / 2][n][band % 2 * 2] * norm;
+      const float high = out[band / 2][n][band % 2 * 2 + 1] * norm;
+      if (a.splits > 1)
+        *reinterpret_cast<float2 *>(a.partial_out + (partial_row + i) * kLatent + column +
+                                    n * 8) = {low, high};
+      else
+        *reinterpret_cast<uint32_t *>(static_cast<T *>(a.p.out) + (out_row + i) * kLatent + column +
+                                      n * 8) = pack<T>(low, high);
+    }
+  }
+}
+
+template <class T, bool Fp8, int MTiles>
+void launch_tiles(const Params &a, Stream stream) {
+  allow_smem(attention_kernel<T, Fp8, MTiles>, sizeof(Shared<MTiles>));
+  launch("verify_attn", attention_kernel<T, Fp8, MTiles>, dim3(a.p.batch * a.splits * a.tiles),
+         dim3(kThreads), sizeof(Shared<MTiles>), stream, a);
+}
+
+template <class T, bool Fp8>
+void choose_tiles(const Params &a, Stream stream) {
+  tile_rows(a.rows) == 16 ? launch_tiles<T, Fp8, 1>(a, stream) : launch_tiles<T, Fp8, 4>(a, stream);
+}
+
+template <class T>
+void choose_keys(const Params &a, Stream stream) {
+  a.p.kv_dtype == KDTREE_F8E4M3 ? choose_tiles<T, true>(a, stream)
+                                : choose_tiles<T, false>(a, stream);
+}
+
+void attention(const Params &a, Stream stream) {
+  a.p.q_dtype == KDTREE_BF16 ? choose_keys<__nv_bfloat16>(a, stream)
+                             : choose_keys<__half>(a, stream);
+}
+
+}  // namespace kdtree::cuda::sm80

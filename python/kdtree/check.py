@@ -389,7 +389,8 @@ def _check_case(backend: _Backend, case: _Case) -> float:
         return backend.typed(x) if isinstance(x, _Typed) else backend.array(x)
 
     def plain(x: Any) -> Array:
-        return x.values.copy() if isinstance(x, _Typed) else x.copy()
+        values: Array = x.values if isinstance(x, _Typed) else x
+        return values.copy()
 
     options = case.options
     if case.op == "expand_mask" and case.args[1] == "full":

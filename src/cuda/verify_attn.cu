@@ -27,7 +27,8 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
     throw ValueError("batch: expected fewer than 2^31 rows (batch * qlen * heads), got batch " +
                      std::to_string(p.batch));
 
-  attention::Params a{p, s.rows, s.tiles, s.splits, 0, nullptr, nullptr};
+  attention::Params a{p, s.rows, s.tiles, s.splits, 0, 4, nullptr, nullptr};
+  if (p.block_table == nullptr && p.kv_indices_dtype == KDTREE_I64) a.entry_bytes = 8;
   while (int64_t(1) << a.page_shift < p.page_size) ++a.page_shift;
   a.partial_out = static_cast<float *>(p.workspace);
   a.partial_lse = a.partial_out + p.batch * s.splits * s.rows * attention::kLatent;

@@ -8,12 +8,15 @@
 
 namespace kdtree::python {
 
+std::string text_of(nb::handle value) {
+  return nb::str(value).c_str();
+}
+
 namespace {
 
 std::string type_text(nb::handle value) {
   nb::handle type = value.type();
-  return nb::cast<std::string>(nb::str(type.attr("__module__"))) + "." +
-         nb::cast<std::string>(nb::str(type.attr("__qualname__")));
+  return text_of(type.attr("__module__")) + "." + text_of(type.attr("__qualname__"));
 }
 
 // A class of a module that may not have been imported; then nothing is an instance of it.
@@ -235,7 +238,7 @@ bool Array::from_exchange_api(nb::handle value) {
 }
 
 bool Array::from_numpy(nb::handle value) {
-  dtype_text = nb::cast<std::string>(nb::str(value.attr("dtype")));
+  dtype_text = text_of(value.attr("dtype"));
   dtype = nb::cast<bool>(value.attr("dtype").attr("isnative")) ? dtype_of_name(dtype_text) : kOther;
   nb::object plain = nb::borrow(value);
   if (dtype == KDTREE_BF16 || dtype == KDTREE_F8E4M3)  // not in the buffer protocol

@@ -78,6 +78,7 @@ class Array {
   void from_dlpack(nb::handle value, nb::handle stream);
 };
 
+std::string text_of(nb::handle value);  // str(value)
 std::string shape_text(const int64_t *shape, int ndim);
 const char *dtype_text(int32_t dtype);
 

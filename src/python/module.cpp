@@ -81,9 +81,9 @@ int64_t vocab_size_of(nb::handle value) {
   return value.is_none() ? -1 : int_in("vocab_size", value, 0, INT64_MAX);
 }
 
-nb::object draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start,
-                      nb::handle vocab_size, nb::handle normalize, nb::handle out_logprobs,
-                      nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
+nb::tuple draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start,
+                     nb::handle vocab_size, nb::handle normalize, nb::handle out_logprobs,
+                     nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
   Array logits("logits", logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).same_device(logits);
   if (logits.ndim < 1) logits.rank(1, "[..., V]");
@@ -114,8 +114,8 @@ nb::object draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start,
   return nb::make_tuple(logprobs.object, ids.object, lse.object);
 }
 
-nb::object merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out_logprobs,
-                      nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
+nb::tuple merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out_logprobs,
+                     nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
   Array values("values", values_, stream_);
   values.dtypes({KDTREE_F32}).same_device(values);
   if (values.ndim < 2) values.rank(2, "[S, ..., K]");
@@ -159,10 +159,10 @@ nb::object merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::
   return nb::make_tuple(logprobs.object, merged.object, total.object);
 }
 
-nb::object build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_tokens_,
-                        nb::handle prefix_lens_, nb::handle budget, nb::handle chain_seed,
-                        nb::handle node_cost, nb::handle base_cost, nb::handle out,
-                        nb::handle stream_) {
+nb::tuple build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_tokens_,
+                       nb::handle prefix_lens_, nb::handle budget, nb::handle chain_seed,
+                       nb::handle node_cost, nb::handle base_cost, nb::handle out,
+                       nb::handle stream_) {
   Array logprobs("logprobs", logprobs_, stream_);
   logprobs.dtypes({KDTREE_F32}).rank(3, "[B, L, K]").same_device(logprobs).dense_innermost();
   const int64_t batch = logprobs.shape[0], depth = logprobs.shape[1], k = logprobs.shape[2];
@@ -236,8 +236,8 @@ nb::object build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_t
                         num_nodes.object);
 }
 
-nb::object tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
-                      nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
+nb::tuple tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
+                     nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
   Array parents("parents", parents_, stream_);
   parents.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(parents).dense_innermost();
   const int64_t batch = parents.shape[0], qlen = parents.shape[1];
@@ -296,9 +296,8 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
   p.visibility = visibility.as<int64_t>();
   p.visibility_stride_b = visibility.strides[0];
   p.num_nodes = num_nodes.as<int32_t>();
-  const std::string layout = PyUnicode_Check(layout_.ptr())
-                                 ? nb::cast<std::string>(nb::str(layout_))
-                                 : std::string("another type");
+  const std::string layout =
+      PyUnicode_Check(layout_.ptr()) ? text_of(layout_) : std::string("another type");
   p.layout = layout == "qlen"       ? KDTREE_MASK_QLEN
              : layout == "full"     ? KDTREE_MASK_FULL
              : layout == "packed32" ? KDTREE_MASK_PACKED32
@@ -562,9 +561,9 @@ WalkViews walk_views(nb::handle draft_tokens, nb::handle next_token, nb::handle 
 }
 
 template <class Params>
-nb::object run_accept(int (*op)(const Params *, void *), Params &p, const Array &like,
-                      nb::handle accept_index, nb::handle accept_token_num,
-                      nb::handle accept_tokens, void *stream) {
+nb::tuple run_accept(int (*op)(const Params *, void *), Params &p, const Array &like,
+                     nb::handle accept_index, nb::handle accept_token_num, nb::handle accept_tokens,
+                     void *stream) {
   Array index = output("out.accept_index", accept_index, like, {p.batch, p.qlen}, "[B, Q]",
                        KDTREE_I32, stream);
   Array count =
@@ -578,9 +577,9 @@ nb::object run_accept(int (*op)(const Params *, void *), Params &p, const Array 
   return nb::make_tuple(index.object, count.object, tokens.object);
 }
 
-nb::object tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
-                       nb::handle num_nodes, nb::handle target_predict, nb::handle accept_index,
-                       nb::handle accept_token_num, nb::handle accept_tokens, nb::handle stream_) {
+nb::tuple tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
+                      nb::handle num_nodes, nb::handle target_predict, nb::handle accept_index,
+                      nb::handle accept_token_num, nb::handle accept_tokens, nb::handle stream_) {
   Array target("target_predict", target_predict, stream_);
   target.dtypes({KDTREE_I32, KDTREE_I64}).rank(2, "[B, Q]").same_device(target).dense_innermost();
   const int64_t batch = target.shape[0], qlen = target.shape[1];
@@ -597,12 +596,12 @@ nb::object tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handl
                     stream_of(stream_, target));
 }
 
-nb::object tree_accept_logits(nb::handle draft_tokens, nb::handle next_token,
-                              nb::handle next_sibling, nb::handle num_nodes, nb::handle positions,
-                              nb::handle logits_, nb::handle temperature, nb::handle seeds,
-                              nb::handle vocab_size, nb::handle accept_index,
-                              nb::handle accept_token_num, nb::handle accept_tokens,
-                              nb::handle stream_) {
+nb::tuple tree_accept_logits(nb::handle draft_tokens, nb::handle next_token,
+                             nb::handle next_sibling, nb::handle num_nodes, nb::handle positions,
+                             nb::handle logits_, nb::handle temperature, nb::handle seeds,
+                             nb::handle vocab_size, nb::handle accept_index,
+                             nb::handle accept_token_num, nb::handle accept_tokens,
+                             nb::handle stream_) {
   Array logits("logits", logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).rank(3, "[B, Q, V]").same_device(logits);
   logits.dense_innermost();

@@ -16,10 +16,11 @@ constexpr int kMaxPrefix = INT32_MAX - 4096;
 
 struct Params {
   kdtree_verify_attn_params p;
-  int rows;        // Q * H: the rows of a request, slot-major (row = slot * H + head)
-  int tiles;       // of rows, per request
-  int splits;      // of keys, per request; 1: the kernel writes out and lse itself
-  int page_shift;  // log2(page_size)
+  int rows;         // Q * H: the rows of a request, slot-major (row = slot * H + head)
+  int tiles;        // of rows, per request
+  int splits;       // of keys, per request; 1: the kernel writes out and lse itself
+  int page_shift;   // log2(page_size)
+  int entry_bytes;  // of a table entry: 4, or 8 for int64 CSR rows
   // With splits > 1, per row and split: output (normalized, kv_scale applied) and log2-sum-exp2,
   // -inf where the split holds no key that the row sees; its output is not written then.
   float *partial_out;  // [B, splits, rows, 512]
@@ -28,17 +29,28 @@ struct Params {
 
 struct Request {
   int64_t b;
-  int nodes;   // used slots; 0: padding, nothing of it is read
-  int prefix;  // keys before the tree
-  int length;  // prefix + nodes, or 0
+  int nodes;          // used slots; 0: padding, nothing of it is read
+  int prefix;         // keys before the tree
+  int length;         // prefix + nodes, or 0
+  const char *table;  // its first entry: of the block table, or of its CSR rows
+  int64_t entries;    // that may be read
 };
 
-__device__ __forceinline__ Request read_request(const kdtree_verify_attn_params &p, int64_t b) {
-  Request r{b, static_cast<int>(p.qlen), 0, 0};
+__device__ __forceinline__ Request read_request(const Params &a, int64_t b) {
+  const kdtree_verify_attn_params &p = a.p;
+  Request r{b, static_cast<int>(p.qlen), 0, 0, nullptr, 0};
   if (p.num_nodes != nullptr) r.nodes = tree::clamp_nodes(p.num_nodes[b], p.qlen);
   if (r.nodes == 0) return r;
   r.prefix = min(max(p.prefix_lens[b], 0), kMaxPrefix);
   r.length = r.prefix + r.nodes;
+  if (p.block_table != nullptr) {
+    r.table = reinterpret_cast<const char *>(p.block_table + b * p.block_table_stride_b);
+    r.entries = p.block_table_width;
+  } else {
+    const int64_t first = p.kv_indptr[b];
+    r.table = static_cast<const char *>(p.kv_indices) + first * a.entry_bytes;
+    if (first >= 0) r.entries = p.kv_indices_len - first;
+  }
   return r;
 }
 
@@ -86,18 +98,11 @@ __device__ __forceinline__ uint32_t sees32(uint64_t nodes, int offset) {
   return static_cast<uint32_t>(nodes << -skip | ((uint64_t(1) << -skip) - 1));
 }
 
-// The page that holds a position (for a CSR request: the row), as its table says; -1: none. What
-// it says is checked against num_pages where it is used.
-__device__ __forceinline__ int page_of(const Params &a, const Request &r, int position) {
-  const kdtree_verify_attn_params &p = a.p;
-  if (p.block_table != nullptr) {
-    const int column = position >> a.page_shift;
-    return column < p.block_table_width ? p.block_table[r.b * p.block_table_stride_b + column] : -1;
-  }
-  const int64_t i = int64_t(p.kv_indptr[r.b]) + position;
-  if (i < 0 || i >= p.kv_indices_len) return -1;
-  const int64_t row = tree::load_id(p.kv_indices, p.kv_indices_dtype, i);
-  return row == static_cast<int>(row) ? static_cast<int>(row) : -1;
+// Where the table names the page of a position (for CSR: the row); nullptr: it does not. The entry
+// itself is checked against num_pages where it is used.
+__device__ __forceinline__ const void *entry_of(const Params &a, const Request &r, int position) {
+  const int64_t i = position >> a.page_shift;
+  return i < r.entries ? r.table + i * a.entry_bytes : nullptr;
 }
 
 }  // namespace kdtree::cuda::attention

@@ -67,7 +67,7 @@ __device__ __forceinline__ Block read_block(const Params &a) {
   block.first_row = blockIdx.x % a.tiles * Shape<MTiles>::rows;
   block.rows = min(Shape<MTiles>::rows, a.rows - block.first_row);
   block.split = blockIdx.x / a.tiles % a.splits;
-  block.request = attention::read_request(a.p, blockIdx.x / a.tiles / a.splits);
+  block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
   block.keys = attention::split_keys(a, block.request.length, block.split);
   return block;
 }
@@ -83,14 +83,13 @@ struct Shared {
   float4 scores[S::bands][S::parts][2][32];
   // Kept here rather than in registers, of which the products leave few.
   Block block;
-  float scale;              // of scores, for exponentials in base 2
-  uint64_t nodes[S::rows];  // that a row sees
-  uint64_t tile_nodes;      // that any row of the tile sees
-  uint8_t rescaled[8];      // by band: some row's factor is not 1
-  float top[S::rows];       // running maximum of the scores
-  float sum[S::bands][32];  // running sum of the probabilities, a lane's part
-  float factor[S::rows];    // for what the output holds so far
-  float norm[S::rows];      // for the output at the end
+  float scale;                     // of scores, for exponentials in base 2
+  uint64_t nodes[S::rows];         // that a row sees
+  uint64_t tile_nodes;             // that any row of the tile sees
+  int64_t entries[2][kKeys];       // of the page table
+  alignas(8) uint8_t rescaled[8];  // by band: some row's factor is not 1
+  float factor[S::rows];           // for what the output holds so far
+  float norm[S::rows];             // for the output at the end
 
   // Operand of the second product: for 16 keys `half`, lane 4g + t has row g of the band, keys 2t,
   // 2t+1 (x) and 2t+8, 2t+9 (y).
@@ -100,67 +99,62 @@ struct Shared {
 };
 static_assert(sizeof(Shared<4>) <= 101376);
 
-// Brings the keys of a step to shared memory. Warp w copies keys 4w..4w+3 of each step, eight lanes
-// a key. The table is read for eight steps at once, eight steps before they are used: lane l for
-// key 4w + l % 4 of step l / 4.
+// Brings the keys of a step to shared memory, eight threads a key; their table entries come a step
+// earlier. Keys that no row sees and entries that the table does not have are never read: such
+// rows become zeros.
 template <class T, bool Fp8, int MTiles>
 struct KeyLoader {
   static constexpr int chunk_bytes = Fp8 ? 8 : 16;  // eight features
 
   const Params &a;
   Shared<MTiles> &shared;
-  int page, next_page;
+  int step;
+  unsigned thread;
 
-  __device__ KeyLoader(const Params &a, Shared<MTiles> &shared, unsigned thread) : a(a), shared(shared) {
-    next_page = look_up(0, thread);
+  __device__ int key() const { return thread / 8; }
+  __device__ int position() const { return shared.block.keys.begin + step * kKeys + key(); }
+  // The place of this thread's first chunk; the others are 128 bytes apart.
+  __device__ int place() const {
+    return step % 2 * kBufferBytes + key() * kRowBytes + ((thread ^ key()) & 7) * 16;
   }
 
-  __device__ int look_up(int step, unsigned thread) const {
-    const int lane = thread % 32, warp = thread / 32;
-    const int position =
-        shared.block.keys.begin + (step + lane / 4) * kKeys + warp * (kKeys / kWarps) + lane % 4;
-    if (position >= shared.block.keys.end ||
-        !attention::sees(shared.tile_nodes, position - shared.block.request.prefix))
-      return -1;
-    return attention::page_of(a, shared.block.request, position);
+  __device__ void load_entry() const {
+    if (thread % 8 != 0) return;
+    const void *from = nullptr;
+    if (position() < shared.block.keys.end &&
+        attention::sees(shared.tile_nodes, position() - shared.block.request.prefix))
+      from = attention::entry_of(a, shared.block.request, position());
+    int64_t *to = &shared.entries[step % 2][key()];
+    if (from == nullptr)
+      *to = -1;
+    else if (a.entry_bytes == 4)
+      copy_async<4>(shared_address(to), from);
+    else
+      copy_async<8>(shared_address(to), from);
   }
 
-  // Which key of a step this lane copies, and the place of its first chunk.
-  __device__ static int key(unsigned thread) { return thread / 8; }
-  __device__ static int place(int step, unsigned thread) {
-    return step % 2 * kBufferBytes + key(thread) * kRowBytes + ((thread ^ key(thread)) & 7) * 16;
-  }
-
-  // Steps come in order. What is not to be read becomes zeros.
-  __device__ void load(int step, unsigned thread) {
-    if (step % 8 == 0) {
-      page = next_page;
-      next_page = look_up(step + 8, thread);
-    }
-    const int64_t key_page = __shfl_sync(~0u, page, step % 8 * 4 + thread % 32 / 8);
-    const bool valid = key_page >= 0 && key_page < a.p.num_pages;
-    const int64_t in_page = (shared.block.keys.begin + step * kKeys + key(thread)) &
-                            (static_cast<int>(a.p.page_size) - 1);
-    const int64_t row = key_page * a.p.kv_stride_page + in_page * a.p.kv_stride_row;
-    const unsigned char *from = static_cast<const unsigned char *>(a.p.kv_cache) +
-                                (valid ? row * (Fp8 ? 1 : 2) : 0) + thread % 8 * chunk_bytes;
-    const uint32_t to = shared_address(shared.buffers) + place(step, thread);
+  __device__ void load_keys() const {
+    const int64_t *entry = &shared.entries[step % 2][key()];
+    const int64_t page = a.entry_bytes == 4 ? *reinterpret_cast<const int32_t *>(entry) : *entry;
+    const bool valid = page >= 0 && page < a.p.num_pages;
+    const int64_t in_page = position() & (static_cast<int>(a.p.page_size) - 1);
+    const int64_t row = page * a.p.kv_stride_page + in_page * a.p.kv_stride_row;
+    const char *from = static_cast<const char *>(a.p.kv_cache) + thread % 8 * chunk_bytes;
+    if (valid) from += row * (Fp8 ? 1 : 2);
+    const uint32_t to = shared_address(shared.buffers) + place();
 #pragma unroll
     for (int i = 0; i < kDim / 64; ++i)
       copy_async<chunk_bytes>(to + i * 128, from + i * 8 * chunk_bytes, valid);
   }
 
-  // Waits for this thread's copies; fp8 chunks arrive in the first half of their place and are
-  // widened there by the thread that copied them.
-  __device__ void finish(int step, unsigned thread) const {
-    wait_copies();
-    if constexpr (Fp8) {
-      unsigned char *chunk = shared.buffers + place(step, thread);
+  // fp8 chunks arrive in the first half of their place and are widened there, by the thread that
+  // copied them.
+  __device__ void widen_keys() const {
+    unsigned char *chunk = shared.buffers + place();
 #pragma unroll
-      for (int i = 0; i < kDim / 64; ++i) {
-        const uint2 eight = *reinterpret_cast<const uint2 *>(chunk + i * 128);
-        *reinterpret_cast<uint4 *>(chunk + i * 128) = attention::widen<T>(eight);
-      }
+    for (int i = 0; i < kDim / 64; ++i) {
+      const uint2 eight = *reinterpret_cast<const uint2 *>(chunk + i * 128);
+      *reinterpret_cast<uint4 *>(chunk + i * 128) = attention::widen<T>(eight);
     }
   }
 };
@@ -208,7 +202,6 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
                                       (block.first_row + i) / static_cast<int>(a.p.heads))
               : 0;
       shared.nodes[i] = nodes;
-      shared.top[i] = -INFINITY;
       seen |= nodes;
     }
     for (int step = 16; step > 0; step /= 2) seen |= __shfl_xor_sync(~0u, seen, step);
@@ -219,10 +212,13 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
       shared.scale = a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
     }
   }
-  if (warp < S::bands) shared.sum[warp][lane] = 0;
   __syncthreads();
-  KeyLoader<T, Fp8, MTiles> loader(a, shared, thread);
-  loader.load(0, thread);
+  using Loader = KeyLoader<T, Fp8, MTiles>;
+  Loader{a, shared, 0, thread}.load_entry();
+  Loader{a, shared, 1, thread}.load_entry();
+  wait_copies();
+  __syncwarp();
+  Loader{a, shared, 0, thread}.load_keys();
 
   // This warp's part of q: its rows, and features 16 (feature_group + 4 j) .. + 15 for each j. The
   // last j is the rope part.
@@ -252,6 +248,8 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
     }
 
   float out[MTiles][kColumns / 8][4] = {};
+  // Of row g of band `warp`: the running maximum (log2), and this lane's part of the sum.
+  float top = -INFINITY, sum = 0;
   const int steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
 
   for (int step = 0; step < steps; ++step) {
@@ -261,9 +259,13 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
     const int row_group = S::row_groups == 2 ? warp / kFeatureGroups : 0;
     const int feature_group = warp % kFeatureGroups;
 
-    loader.finish(step, thread);
+    wait_copies();
+    if (Fp8) Loader{a, shared, step, thread}.widen_keys();
     __syncthreads();  // this step's keys are there; the other buffer and the scores are free
-    if (step + 1 < steps) loader.load(step + 1, thread);
+    if (step + 1 < steps) {
+      Loader{a, shared, step + 1, thread}.load_keys();
+      Loader{a, shared, step + 2, thread}.load_entry();
+    }
     const uint32_t buffer = shared_address(shared.buffers) + step % 2 * kBufferBytes;
 
     // Scores, 16 keys at a time: as matrices, 8 keys by 8 features, two by two.
@@ -319,30 +321,29 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
       const int offset = shared.block.keys.begin + step * kKeys - shared.block.request.prefix;
       const uint32_t seen =
           offset + kKeys <= 1 ? ~0u : attention::sees32(shared.nodes[warp * 8 + g], offset);
-      const float old_top = shared.top[warp * 8 + g];
-      float top = -INFINITY;
+      float new_top = -INFINITY;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float &v = x[i / 4][i % 4];
         v = seen >> (i / 2 * 8 + t * 2 + i % 2) & 1 ? v * shared.scale : -INFINITY;
-        top = fmaxf(top, v);
+        new_top = fmaxf(new_top, v);
       }
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (!(top > old_top + kSlack)) top = old_top;
-      const float base = top == -INFINITY ? 0 : top;  // -inf: nothing seen so far
-      const float factor = attention::exp2(old_top - base);
-      float sum = shared.sum[warp][lane] * factor;
+      new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
+      new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
+      if (!(new_top > top + kSlack)) new_top = top;
+      const float base = new_top == -INFINITY ? 0 : new_top;  // -inf: nothing seen so far
+      const float factor = attention::exp2(top - base);
+      top = new_top;
+      sum *= factor;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         x[i / 4][i % 4] = attention::exp2(x[i / 4][i % 4] - base);
         sum += x[i / 4][i % 4];
       }
       const bool rescaled = __any_sync(~0u, factor != 1);
-      __syncwarp();  // the partial scores and the old maximum are read
-      shared.sum[warp][lane] = sum;
-      if (t == 0) shared.top[warp * 8 + g] = top, shared.factor[warp * 8 + g] = factor;
+      if (t == 0) shared.factor[warp * 8 + g] = factor;
       if (lane == 0) shared.rescaled[warp] = rescaled;
+      __syncwarp();  // the partial scores are read
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         shared.probabilities(warp, half, lane) = {pack<T>(x[half][0], x[half][1]),
@@ -395,8 +396,6 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
   const int64_t out_row = shared.block.request.b * a.rows + shared.block.first_row;
   const int rows = shared.block.rows, split = shared.block.split;
   if (warp < (full ? S::bands : S::bands / 2)) {
-    const float top = shared.top[warp * 8 + g];
-    float sum = shared.sum[warp][lane];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int i = warp * 8 + g;

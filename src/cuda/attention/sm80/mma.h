@@ -12,17 +12,16 @@ __device__ __forceinline__ uint32_t shared_address(const void *ptr) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
 }
 
-// Copies Bytes (8 or 16) to shared memory, or writes zeros and reads nothing.
+// Copies Bytes (4, 8 or 16) to shared memory, or writes zeros and reads nothing.
 template <int Bytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool valid) {
-  const int bytes = valid ? Bytes : 0;
-  if constexpr (Bytes == 16)
+__device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool valid = true) {
+  if constexpr (Bytes == 16)  // past L1
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(bytes)
+                 "r"(valid ? 16 : 0)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
-                 "r"(bytes)
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                 "n"(Bytes), "r"(valid ? Bytes : 0)
                  : "memory");
 }
 

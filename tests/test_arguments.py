@@ -145,7 +145,7 @@ def make_ops() -> dict[str, Op]:
                 "sm_scale": 0.1,
             },
             attn_outputs,
-            free={"kv_cache": {0}, "block_table": {1}},
+            free={"kv_cache": {0, 1}, "block_table": {1}},
             optional={"visibility", "num_nodes", "kv_scale"},
             own_rank={"kv_cache", "kv_scale"},
         ),
@@ -164,7 +164,7 @@ def make_ops() -> dict[str, Op]:
             },
             attn_outputs,
             free={"kv_cache": {0}, "kv_indices": {0}},
-            optional={"visibility"},
+            optional={"visibility", "q_rope"},  # without q_rope, q has another width
             own_rank={"kv_cache"},
         ),
         "tree_accept": Op(
@@ -197,7 +197,7 @@ def make_ops() -> dict[str, Op]:
                 "prefix_lens": prefix,
             },
             {},
-            free={"block_table": {1}},
+            free={"block_table": {1}, "accept.accept_index": {1}},
             in_place={"kv_caches[0]", "kv_caches[1]"},
             any_dtype={"kv_caches[0]", "kv_caches[1]"},
             own_rank={"kv_caches[0]"},
@@ -244,6 +244,11 @@ def invoke(op: Op, arguments: dict[str, Any]) -> Any:
     return op.function(**keywords)
 
 
+def short(name: str) -> str:
+    """How the C library, which knows no records, calls a field."""
+    return name.split(".")[-1]
+
+
 class Call:
     """A valid call on a backend, with canaried outputs."""
 
@@ -275,8 +280,13 @@ class Call:
 
 
 @pytest.fixture
-def call(backend: Backend, request: pytest.FixtureRequest) -> Call:
-    return Call(backend, request.getfixturevalue("op"))
+def op() -> str:
+    raise AssertionError("each test that takes `call` is parametrised over `op`")
+
+
+@pytest.fixture
+def call(backend: Backend, op: str) -> Call:
+    return Call(backend, op)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -338,7 +348,7 @@ def test_input_of_another_dtype(call, name):
     "other", [None, "text", 3, [1, 2], object()], ids=lambda x: type(x).__name__
 )
 def test_input_that_is_no_array(call, name, other):
-    fine = name in call.op.optional and other is None
+    fine = other is None and name in call.op.optional
     scalar = name in ("temperature", "kv_scale") and other == 3
     if not fine and not scalar:
         call.refused(name, to={name: other})
@@ -391,7 +401,9 @@ def test_numpy_oddities(backend, op, name):
         call.refused(name, to={name: x.astype(x.dtype.newbyteorder())})
         call.refused(name, to={name: x.astype(object)})
         odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
-        call.refused(name, to={name: odd})  # not aligned to its own size
+        odd[...] = x
+        if (op, name) != ("tree_links", "draft_tokens"):  # carried over, not read
+            call.refused(short(name), to={name: odd})  # not aligned to its own size
     read_only = x.copy()
     read_only.flags.writeable = False
     if name in call.op.in_place:
@@ -501,7 +513,7 @@ def aliases() -> Iterator[tuple[str, str, str]]:
                     yield op, name, other
 
 
-@pytest.mark.parametrize(("op", "name", "other"), aliases())
+@pytest.mark.parametrize(("op", "name", "other"), list(aliases()))
 def test_output_that_overlaps(call, name, other):
     shape, dtype = call.op.outputs[name]
     if other in call.op.outputs:
@@ -519,7 +531,7 @@ def test_output_that_overlaps(call, name, other):
         raw = call.backend.array(memory)
         shared = call.backend.view(raw, 256, content.shape, content.dtype)
         out = call.backend.view(raw, 256 + lag, shape, dtype)
-        call.refused(name.split(".")[0], to={name: out, other: shared})
+        call.refused(short(name), to={name: out, other: shared})
         assert (call.backend.numpy(raw) == memory).all(), "shared memory was written"
 
 
@@ -594,7 +606,7 @@ SCALARS: dict[str, dict[str, list[Any]]] = {
         "return_lse": [None, "yes", 1],
     },
     "tree_accept_logits": {
-        "temperature": [-1.0, NAN, INF, "1", [1.0]],
+        "temperature": [-1.0, NAN, -INF, "1", [1.0]],
         "vocab_size": [-1, 2**70, 1.5, "0"],
     },
 }
@@ -760,18 +772,18 @@ def test_workspace(backend, dtype):
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ((-1, 1, 1), "B"),
-        ((1, 0, 1), "Q"),
-        ((1, 66, 1), "Q"),
-        ((1, 1, 0), "H"),
-        ((1, 1, 129), "H"),
-        ((1.5, 1, 1), "B"),
-        ((1, "1", 1), "Q"),
-        ((1, 1, None), "H"),
+        ((-1, 1, 1), "B|batch"),
+        ((1, 0, 1), "Q|qlen"),
+        ((1, 66, 1), "Q|qlen"),
+        ((1, 1, 0), "H|heads"),
+        ((1, 1, 129), "H|heads"),
+        ((1.5, 1, 1), "B|batch"),
+        ((1, "1", 1), "Q|qlen"),
+        ((1, 1, None), "H|heads"),
     ],
 )
 def test_workspace_sizes(backend, sizes, named):
-    with pytest.raises((ValueError, TypeError), match=named):
+    with pytest.raises((ValueError, TypeError), match=f"^({named}): expected"):
         kdtree.verify_attn_workspace(*sizes, backend.device())
 
 

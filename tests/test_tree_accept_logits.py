@@ -16,7 +16,7 @@ def check(backend, tree, logits, **options):
     want = reference.tree_accept_logits(tree, logits, **options)
     batch, _, vocab = logits.shape
     columns = min(options.get("vocab_size") or vocab, vocab)
-    heat = np.broadcast_to(np.float32(options.get("temperature") or 0), batch)
+    heat = np.broadcast_to(np.float32(options.get("temperature", 0)), batch)
     ties = 0
     for b in range(batch):
         differ = np.flatnonzero(got.accept_tokens[b] != want.accept_tokens[b])

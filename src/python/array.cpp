@@ -285,8 +285,8 @@ void Array::from_dlpack(nb::handle value, nb::handle stream) {
   versioned.update(options);
   versioned["max_version"] = nb::make_tuple(1, 1);
   const auto export_with = [&](const nb::dict &keywords) {
-    return nb::steal(PyObject_VectorcallDict(nb::object(value.attr("__dlpack__")).ptr(), nullptr, 0,
-                                             keywords.ptr()));
+    return nb::steal(PyObject_Call(nb::object(value.attr("__dlpack__")).ptr(),
+                                   nb::make_tuple().ptr(), keywords.ptr()));
   };
   nb::object capsule = export_with(versioned);
   if (!capsule.is_valid() && PyErr_ExceptionMatches(PyExc_TypeError)) {

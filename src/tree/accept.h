@@ -1,5 +1,6 @@
 // tree_accept: one request's walk along target_predict. Every lane walks by itself over the same
-// scratch, which costs a warp no more than one lane and needs no broadcast.
+// scratch, which costs a warp no more than one lane and needs no broadcast. The next request may
+// follow at once: until its own first sync it writes nothing that is still read for this one.
 #pragma once
 
 #include "tree/walk.h"
@@ -33,7 +34,6 @@ KDTREE_HD void tree_accept(Group &group, const kdtree_tree_accept_params &p, int
   }
   group.sync();
   write_accept(group, p, b, steps, scratch.walk);
-  group.sync();  // scratch may be used again
 }
 
 }  // namespace kdtree::tree

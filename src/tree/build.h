@@ -197,7 +197,7 @@ KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int ta
   return taken;
 }
 
-// `table` is staged and synced; of a padding request it may hold anything.
+// `table` is staged and synced (scratch may still be read for the request before until then).
 template <class Group>
 KDTREE_HD void build_ddtree(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
                             const float *table, BuildScratch &scratch) {
@@ -243,7 +243,6 @@ KDTREE_HD void build_ddtree(Group &group, const kdtree_build_ddtree_params &p, i
     p.scores[out] = is_root ? 0.0f : used ? static_cast<float>(scratch.score[slot]) : -HUGE_VALF;
   }
   if (group.lane() == 0) p.num_nodes[b] = taken + 1;
-  group.sync();  // scratch may be used again
 }
 
 }  // namespace kdtree::tree

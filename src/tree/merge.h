@@ -70,9 +70,9 @@ KDTREE_HD void merge_topk(Group &group, const kdtree_merge_topk_params &p, int64
       Candidate *list = s == 1 ? result : shard;
       for (int j = 0; j < kHeld; ++j) {
         const int place = group.lane() + j * group.size();
-        const bool empty = next_id[j] < 0;
         if (place < p.k)
-          list[place] = {empty ? -1 : next_id[j], empty ? 0 : value_key(next_value[j])};
+          list[place] =
+              next_id[j] < 0 ? Candidate{-1, 0} : Candidate{next_id[j], value_key(next_value[j])};
       }
     }
     if (s < p.shards) {
@@ -83,7 +83,7 @@ KDTREE_HD void merge_topk(Group &group, const kdtree_merge_topk_params &p, int64
         next_id[j] = load_id(p.ids, p.ids_dtype, ids + s * p.ids_shard_stride + place);
       }
     }
-    group.sync();
+    group.sync();  // before any store too: the lists may still be read for the row before
     if (s > 1) {
       merge_lists(group, result, shard, p.k, merged);
       group.sync();
@@ -115,7 +115,6 @@ KDTREE_HD void merge_topk(Group &group, const kdtree_merge_topk_params &p, int64
     p.out_ids[row * p.k + place] = candidate.id;
   }
   if (group.lane() == 0) p.out_lse[row] = total;
-  group.sync();  // scratch may be used again
 }
 
 }  // namespace kdtree::tree

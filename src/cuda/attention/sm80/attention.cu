@@ -58,7 +58,7 @@ struct Shape {
 struct Block {
   Request request;
   KeyRange keys;
-  int first_row, rows, split;
+  int first_row, rows, split, steps;
 };
 
 template <int MTiles>
@@ -69,6 +69,7 @@ __device__ __forceinline__ Block read_block(const Params &a) {
   block.split = blockIdx.x / a.tiles % a.splits;
   block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
   block.keys = attention::split_keys(a, block.request.length, block.split);
+  block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
   return block;
 }
 
@@ -88,6 +89,8 @@ struct Shared {
   uint64_t tile_nodes;             // that any row of the tile sees
   int64_t entries[2][kKeys];       // of the page table
   alignas(8) uint8_t rescaled[8];  // by band: some row's factor is not 1
+  float top[S::rows];              // running maximum of the scores
+  float sum[S::bands][32];         // running sum of the probabilities, a lane's part
   float factor[S::rows];           // for what the output holds so far
   float norm[S::rows];             // for the output at the end
 
@@ -163,6 +166,28 @@ __device__ __forceinline__ float read_kv_scale(const Params &a) {
   return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
 }
 
+// What each row sees, what any row does, and everything at its start; by the first warp.
+template <int MTiles>
+__device__ void set_up(const Params &a, const Block &block, Shared<MTiles> &shared) {
+  const int lane = threadIdx.x;
+  uint64_t all = 0;
+  for (int i = lane; i < Shape<MTiles>::rows; i += 32) {
+    uint64_t nodes = 0;
+    if (i < block.rows)
+      nodes = attention::seen_nodes(a.p, block.request,
+                                    (block.first_row + i) / static_cast<int>(a.p.heads));
+    shared.nodes[i] = nodes;
+    shared.top[i] = -INFINITY;
+    all |= nodes;
+  }
+  for (int step = 16; step > 0; step /= 2) all |= __shfl_xor_sync(~0u, all, step);
+  if (lane < 8) shared.rescaled[lane] = 0;
+  if (lane > 0) return;
+  shared.tile_nodes = all;
+  shared.block = block;
+  shared.scale = a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+}
+
 // The results of an empty split, or of a padding request.
 template <class T>
 __device__ void write_nothing(const Params &a, const Block &block) {
@@ -178,258 +203,265 @@ __device__ void write_nothing(const Params &a, const Block &block) {
   for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
 }
 
-template <class T, bool Fp8, int MTiles>
-__global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
-    attention_kernel(const __grid_constant__ Params a) {
+// This warp's part of q, as operands: its rows, and features 16 (f + 4 j) .. + 15 of feature group
+// f for each j. The last j is the rope part.
+template <class T, int MTiles>
+__device__ __forceinline__ void load_q(
+    const Params &a, const Block &block,
+    uint32_t (&q)[kFeatureSteps][Shape<MTiles>::group_tiles][4]) {
   using S = Shape<MTiles>;
-  extern __shared__ __align__(128) unsigned char attention_smem[];
-  Shared<MTiles> &shared = *reinterpret_cast<Shared<MTiles> *>(attention_smem);
-
-  unsigned thread = threadIdx.x;
-  int lane = thread % 32, warp = thread / 32;
-  const Block block = read_block<MTiles>(a);
-  if (block.keys.begin >= block.keys.end) return write_nothing<T>(a, block);
-  // Half of a tile of 64 rows may be empty; its products are skipped.
-  const bool full = MTiles == 1 || block.rows > S::rows / 2;
-
-  // What each row sees, and what none does. The first warp gathers all rows.
-  if (warp == 0) {
-    uint64_t seen = 0;
-    for (int i = lane; i < S::rows; i += 32) {
-      const uint64_t nodes =
-          i < block.rows
-              ? attention::seen_nodes(a.p, block.request,
-                                      (block.first_row + i) / static_cast<int>(a.p.heads))
-              : 0;
-      shared.nodes[i] = nodes;
-      seen |= nodes;
-    }
-    for (int step = 16; step > 0; step /= 2) seen |= __shfl_xor_sync(~0u, seen, step);
-    if (lane < 8) shared.rescaled[lane] = 0;
-    if (lane == 0) {
-      shared.tile_nodes = seen;
-      shared.block = block;
-      shared.scale = a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+  const kdtree_verify_attn_params &p = a.p;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int heads = static_cast<int>(p.heads);
+  const int feature = warp % kFeatureGroups * 16 + lane % 4 * 2;
+#pragma unroll
+  for (int band = 0; band < S::group_bands; ++band) {
+    const int i = (S::owns_scored ? warp / kFeatureGroups * 32 : 0) + band * 8 + lane / 4;
+    const int64_t b = block.request.b;
+    const int slot = (block.first_row + i) / heads, head = (block.first_row + i) % heads;
+    const T *latent = static_cast<const T *>(p.q) + b * p.q_stride_b + slot * p.q_stride_q +
+                      head * p.q_stride_h + feature;
+    const T *rope = latent + kLatent;
+    if (p.q_rope != nullptr)
+      rope = static_cast<const T *>(p.q_rope) + b * p.q_rope_stride_b + slot * p.q_rope_stride_q +
+             head * p.q_rope_stride_h + feature;
+#pragma unroll
+    for (int j = 0; j < kFeatureSteps; ++j) {
+      const T *from = j < kFeatureSteps - 1 ? latent + j * 64 : rope;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        q[j][band / 2][band % 2 + k * 2] =
+            i < block.rows ? *reinterpret_cast<const uint32_t *>(from + k * 8) : 0;
     }
   }
-  __syncthreads();
-  using Loader = KeyLoader<T, Fp8, MTiles>;
-  Loader{a, shared, 0, thread}.load_entry();
-  Loader{a, shared, 1, thread}.load_entry();
-  wait_copies();
-  __syncwarp();
-  Loader{a, shared, 0, thread}.load_keys();
+}
 
-  // This warp's part of q: its rows, and features 16 (feature_group + 4 j) .. + 15 for each j. The
-  // last j is the rope part.
-  const int group_row = S::row_groups == 2 ? warp / kFeatureGroups * 32 : 0;
-  uint32_t q[kFeatureSteps][S::group_tiles][4];
+// Partial scores of this warp's rows, 16 keys at a time, to shared.scores and `own`. As matrices:
+// 8 keys by 8 features, two by two.
+template <class T, int MTiles>
+__device__ __forceinline__ void score_keys(
+    Shared<MTiles> &shared, int step, unsigned thread,
+    const uint32_t (&q)[kFeatureSteps][Shape<MTiles>::group_tiles][4], float (&own)[2][4]) {
+  using S = Shape<MTiles>;
+  const int lane = thread % 32, warp = thread / 32;
+  const int feature_group = warp % kFeatureGroups;
+  const int first_band = S::owns_scored ? warp / kFeatureGroups * S::group_bands : 0;
+  const int key = lane % 8 + lane / 16 * 8;
+  const uint32_t address = shared_address(shared.buffers) + step % 2 * kBufferBytes +
+                           key * kRowBytes + (((feature_group * 2 + lane / 8 % 2) ^ key) & 7) * 16;
 #pragma unroll
-  for (int m = 0; m < S::group_tiles; ++m)
+  for (int i = 0; i < S::row_groups; ++i) {
+    const int half = S::owns_scored ? i : warp / kFeatureGroups;
+    float score[S::group_tiles][2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = group_row + m * 16 + half * 8 + lane / 4;
-      const int slot = (block.first_row + i) / static_cast<int>(a.p.heads);
-      const int head = (block.first_row + i) % static_cast<int>(a.p.heads);
-      const T *latent = static_cast<const T *>(a.p.q) + block.request.b * a.p.q_stride_b +
-                        slot * a.p.q_stride_q + head * a.p.q_stride_h;
-      const T *rope = a.p.q_rope == nullptr
-                          ? latent + kLatent
-                          : static_cast<const T *>(a.p.q_rope) +
-                                block.request.b * a.p.q_rope_stride_b + slot * a.p.q_rope_stride_q +
-                                head * a.p.q_rope_stride_h;
+    for (int j = 0; j < kFeatureSteps; ++j) {
+      uint32_t k[4];
+      load_matrices(k, address + half * (16 * kRowBytes) + j * 128);
 #pragma unroll
-      for (int j = 0; j < kFeatureSteps; ++j) {
-        const T *from = j < kFeatureSteps - 1 ? latent + j * 64 : rope;
-        from += warp % kFeatureGroups * 16 + lane % 4 * 2;
-        q[j][m][half] = i < block.rows ? *reinterpret_cast<const uint32_t *>(from) : 0;
-        q[j][m][half + 2] = i < block.rows ? *reinterpret_cast<const uint32_t *>(from + 8) : 0;
+      for (int m = 0; m < S::group_tiles; ++m) {
+        multiply<T>(score[m][0], q[j][m], k[0], k[1]);
+        multiply<T>(score[m][1], q[j][m], k[2], k[3]);
       }
     }
-
-  float out[MTiles][kColumns / 8][4] = {};
-  // Of row g of band `warp`: the running maximum (log2), and this lane's part of the sum.
-  float top = -INFINITY, sum = 0;
-  const int steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
-
-  for (int step = 0; step < steps; ++step) {
-    forget(thread);
-    lane = thread % 32, warp = thread / 32;
-    const int g = lane / 4, t = lane % 4;
-    const int row_group = S::row_groups == 2 ? warp / kFeatureGroups : 0;
-    const int feature_group = warp % kFeatureGroups;
-
-    wait_copies();
-    if (Fp8) Loader{a, shared, step, thread}.widen_keys();
-    __syncthreads();  // this step's keys are there; the other buffer and the scores are free
-    if (step + 1 < steps) {
-      Loader{a, shared, step + 1, thread}.load_keys();
-      Loader{a, shared, step + 2, thread}.load_entry();
-    }
-    const uint32_t buffer = shared_address(shared.buffers) + step % 2 * kBufferBytes;
-
-    // Scores, 16 keys at a time: as matrices, 8 keys by 8 features, two by two.
-    const int score_key = lane % 8 + lane / 16 * 8;
-    const uint32_t score_address = buffer + score_key * kRowBytes +
-                                   (((feature_group * 2 + lane / 8 % 2) ^ score_key) & 7) * 16;
-    float own[2][4] = {};
-    if (full || row_group == 0) {
 #pragma unroll
-      for (int i = 0; i < S::row_groups; ++i) {
-        const int half = S::row_groups == 2 ? i : warp / kFeatureGroups;
-        float score[S::group_tiles][2][4] = {};
-#pragma unroll
-        for (int j = 0; j < kFeatureSteps; ++j) {
-          uint32_t k[4];
-          load_matrices(k, score_address + half * (16 * kRowBytes) + j * 128);
-#pragma unroll
-          for (int m = 0; m < S::group_tiles; ++m) {
-            multiply<T>(score[m][0], q[j][m], k[0], k[1]);
-            multiply<T>(score[m][1], q[j][m], k[2], k[3]);
-          }
-        }
-#pragma unroll
-        for (int band = 0; band < S::group_bands; ++band) {
-          const float *low = score[band / 2][0] + band % 2 * 2;
-          const float *high = score[band / 2][1] + band % 2 * 2;
-          if (S::owns_scored && band == feature_group) {
-            own[i][0] = low[0], own[i][1] = low[1], own[i][2] = high[0], own[i][3] = high[1];
-          } else {
-            const int part =
-                S::owns_scored && feature_group > band ? feature_group - 1 : feature_group;
-            shared.scores[row_group * S::group_bands + band][part][half][lane] = {low[0], low[1],
-                                                                                  high[0], high[1]};
-          }
-        }
+    for (int band = 0; band < S::group_bands; ++band) {
+      const float *low = score[band / 2][0] + band % 2 * 2;
+      const float *high = score[band / 2][1] + band % 2 * 2;
+      if (S::owns_scored && band == feature_group) {
+        own[i][0] = low[0], own[i][1] = low[1], own[i][2] = high[0], own[i][3] = high[1];
+      } else {
+        const int part = feature_group - (S::owns_scored && feature_group > band ? 1 : 0);
+        shared.scores[first_band + band][part][half][lane] = {low[0], low[1], high[0], high[1]};
       }
     }
-    __syncthreads();
+  }
+}
 
-    if (warp < (full ? S::bands : S::bands / 2)) {
-      float x[2][4];
+// Scores of band `warp` to probabilities. Lane 4g + t has row g and, as x[half][i], key
+// 16 half + 8 (i / 2) + 2t + i % 2 of the step.
+template <class T, int MTiles>
+__device__ __forceinline__ void softmax(Shared<MTiles> &shared, int step, unsigned thread,
+                                        const float (&own)[2][4]) {
+  using S = Shape<MTiles>;
+  const int lane = thread % 32, band = thread / 32;
+  const int row = band * 8 + lane / 4;
+  float x[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[half][i] = S::owns_scored ? own[half][i] : 0;
+    for (int i = 0; i < 4; ++i) x[half][i] = S::owns_scored ? own[half][i] : 0;
 #pragma unroll
-        for (int part = 0; part < S::parts; ++part) {
-          const float4 v = shared.scores[warp][part][half][lane];
-          x[half][0] += v.x, x[half][1] += v.y, x[half][2] += v.z, x[half][3] += v.w;
-        }
-      }
-      // Lane 4g + t: keys 16 half + 8 (i / 2) + 2t + i % 2.
-      const int offset = shared.block.keys.begin + step * kKeys - shared.block.request.prefix;
-      const uint32_t seen =
-          offset + kKeys <= 1 ? ~0u : attention::sees32(shared.nodes[warp * 8 + g], offset);
-      float new_top = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float &v = x[i / 4][i % 4];
-        v = seen >> (i / 2 * 8 + t * 2 + i % 2) & 1 ? v * shared.scale : -INFINITY;
-        new_top = fmaxf(new_top, v);
-      }
-      new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
-      new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
-      if (!(new_top > top + kSlack)) new_top = top;
-      const float base = new_top == -INFINITY ? 0 : new_top;  // -inf: nothing seen so far
-      const float factor = attention::exp2(top - base);
-      top = new_top;
-      sum *= factor;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[i / 4][i % 4] = attention::exp2(x[i / 4][i % 4] - base);
-        sum += x[i / 4][i % 4];
-      }
-      const bool rescaled = __any_sync(~0u, factor != 1);
-      if (t == 0) shared.factor[warp * 8 + g] = factor;
-      if (lane == 0) shared.rescaled[warp] = rescaled;
-      __syncwarp();  // the partial scores are read
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        shared.probabilities(warp, half, lane) = {pack<T>(x[half][0], x[half][1]),
-                                                  pack<T>(x[half][2], x[half][3])};
+    for (int part = 0; part < S::parts; ++part) {
+      const float4 v = shared.scores[band][part][half][lane];
+      x[half][0] += v.x, x[half][1] += v.y, x[half][2] += v.z, x[half][3] += v.w;
     }
-    __syncthreads();
+  }
+  const int offset = shared.block.keys.begin + step * kKeys - shared.block.request.prefix;
+  const uint32_t seen = offset + kKeys <= 1 ? ~0u : attention::sees32(shared.nodes[row], offset);
+  const float old_top = shared.top[row];
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float &v = x[i / 4][i % 4];
+    v = seen >> (i / 2 * 8 + lane % 4 * 2 + i % 2) & 1 ? v * shared.scale : -INFINITY;
+    top = fmaxf(top, v);
+  }
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  if (!(top > old_top + kSlack)) top = old_top;
+  const float base = top == -INFINITY ? 0 : top;  // -inf: nothing seen so far
+  const float factor = attention::exp2(old_top - base);
+  float sum = shared.sum[band][lane] * factor;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float &v = x[i / 4][i % 4];
+    v = attention::exp2(v - base);
+    sum += v;
+  }
+  const bool rescaled = __any_sync(~0u, factor != 1);
+  __syncwarp();  // the partial scores and the old maximum are read
+  shared.sum[band][lane] = sum;
+  if (lane % 4 == 0) shared.top[row] = top, shared.factor[row] = factor;
+  if (lane == 0) shared.rescaled[band] = rescaled;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    shared.probabilities(band, half, lane) = {pack<T>(x[half][0], x[half][1]),
+                                              pack<T>(x[half][2], x[half][3])};
+}
 
-    if (*reinterpret_cast<const uint64_t *>(shared.rescaled) != 0) {
+// out += probabilities x values for this warp's columns, 16 keys at a time. As matrices: 8 keys by
+// 8 columns, two by two; the next 16 columns are 32 bytes on, before the swizzle.
+template <class T, int MTiles>
+__device__ __forceinline__ void add_values(Shared<MTiles> &shared, int step, unsigned thread,
+                                           bool full, float (&out)[MTiles][kColumns / 8][4]) {
+  const int lane = thread % 32, warp = thread / 32;
+  if (*reinterpret_cast<const uint64_t *>(shared.rescaled) != 0) {
 #pragma unroll
-      for (int band = 0; band < S::bands; ++band) {
-        const float factor = shared.factor[band * 8 + g];
+    for (int band = 0; band < Shape<MTiles>::bands; ++band) {
+      const float factor = shared.factor[band * 8 + lane / 4];
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-          out[band / 2][n][band % 2 * 2] *= factor;
-          out[band / 2][n][band % 2 * 2 + 1] *= factor;
-        }
+      for (int n = 0; n < kColumns / 8; ++n) {
+        out[band / 2][n][band % 2 * 2] *= factor;
+        out[band / 2][n][band % 2 * 2 + 1] *= factor;
       }
     }
-    // Values, 16 keys at a time: as matrices, 8 keys by 8 columns, two by two; the next 16 columns
-    // are 32 bytes on, before the swizzle.
-    const int value_key = lane % 16;
-    const uint32_t value_address =
-        buffer + value_key * kRowBytes + warp * 128 + ((lane / 16 ^ value_key) & 7) * 16;
+  }
+  const int key = lane % 16;
+  const uint32_t address = shared_address(shared.buffers) + step % 2 * kBufferBytes +
+                           key * kRowBytes + warp * 128 + ((lane / 16 ^ key) & 7) * 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t p[MTiles][4];
+  for (int half = 0; half < 2; ++half) {
+    uint32_t p[MTiles][4];
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m) {
+      const uint2 low = shared.probabilities(m * 2, half, lane);
+      const uint2 high = shared.probabilities(m * 2 + 1, half, lane);
+      p[m][0] = low.x, p[m][1] = high.x, p[m][2] = low.y, p[m][3] = high.y;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n += 2) {
+      uint32_t v[4];
+      load_matrices_transposed(v, (address ^ (n * 16)) + half * (16 * kRowBytes));
 #pragma unroll
       for (int m = 0; m < MTiles; ++m) {
-        const uint2 low = shared.probabilities(m * 2, half, lane);
-        const uint2 high = shared.probabilities(m * 2 + 1, half, lane);
-        p[m][0] = low.x, p[m][1] = high.x, p[m][2] = low.y, p[m][3] = high.y;
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; n += 2) {
-        uint32_t v[4];
-        load_matrices_transposed(v, (value_address ^ (n * 16)) + half * (16 * kRowBytes));
-#pragma unroll
-        for (int m = 0; m < MTiles; ++m) {
-          if (m >= 2 && !full) continue;
-          multiply<T>(out[m][n], p[m], v[0], v[1]);
-          multiply<T>(out[m][n + 1], p[m], v[2], v[3]);
-        }
+        if (m >= 2 && !full) continue;
+        multiply<T>(out[m][n], p[m], v[0], v[1]);
+        multiply<T>(out[m][n + 1], p[m], v[2], v[3]);
       }
     }
   }
+}
 
-  forget(thread);
-  lane = thread % 32, warp = thread / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int64_t out_row = shared.block.request.b * a.rows + shared.block.first_row;
-  const int rows = shared.block.rows, split = shared.block.split;
-  if (warp < (full ? S::bands : S::bands / 2)) {
+// The block's lse, and its output divided by the sums; partial results when there are splits.
+template <class T, int MTiles>
+__device__ __forceinline__ void write_results(const Params &a, Shared<MTiles> &shared,
+                                              unsigned thread,
+                                              const float (&out)[MTiles][kColumns / 8][4]) {
+  const int lane = thread % 32, warp = thread / 32;
+  const Block &block = shared.block;
+  const int64_t first = block.request.b * a.rows + block.first_row;  // of B * rows
+  if (warp * 8 < block.rows) {
+    const int i = warp * 8 + lane / 4;
+    const float top = shared.top[i];
+    float sum = shared.sum[warp][lane];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const int i = warp * 8 + g;
-    if (t == 0) {
+    if (lane % 4 == 0 && i < block.rows) {
       shared.norm[i] = sum > 0 ? read_kv_scale(a) / sum : 0;
-      if (i < rows) {
-        if (a.splits > 1)
-          a.partial_lse[(out_row + i) * a.splits + split] = top + log2f(sum);
-        else if (a.p.lse != nullptr)
-          a.p.lse[out_row + i] = attention::natural_log(top, sum);
-      }
+      if (a.splits > 1)
+        a.partial_lse[(first + i) * a.splits + block.split] = top + log2f(sum);
+      else if (a.p.lse != nullptr)
+        a.p.lse[first + i] = attention::natural_log(top, sum);
     }
   }
   __syncthreads();
-  const int64_t partial_row =
-      (shared.block.request.b * a.splits + split) * a.rows + shared.block.first_row;
+  const int64_t first_partial =
+      (block.request.b * a.splits + block.split) * a.rows + block.first_row;
+  const int column = warp * kColumns + lane % 4 * 2;
 #pragma unroll
-  for (int band = 0; band < S::bands; ++band) {
-    const int i = band * 8 + g;
-    if (i >= rows) continue;
+  for (int band = 0; band < Shape<MTiles>::bands; ++band) {
+    const int i = band * 8 + lane / 4;
+    if (i >= block.rows) continue;
     const float norm = shared.norm[i];
-    const int column = warp * kColumns + t * 2;
+    float *partial = a.partial_out + (first_partial + i) * kLatent + column;
+    T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       const float low = out[band / 2][n][band % 2 * 2] * norm;
       const float high = out[band / 2][n][band % 2 * 2 + 1] * norm;
       if (a.splits > 1)
-        *reinterpret_cast<float2 *>(a.partial_out + (partial_row + i) * kLatent + column +
-                                    n * 8) = {low, high};
+        *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
       else
-        *reinterpret_cast<uint32_t *>(static_cast<T *>(a.p.out) + (out_row + i) * kLatent + column +
-                                      n * 8) = pack<T>(low, high);
+        *reinterpret_cast<uint32_t *>(result + n * 8) = pack<T>(low, high);
     }
   }
+}
+
+template <class T, bool Fp8, int MTiles>
+__global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
+    attention_kernel(const __grid_constant__ Params a) {
+  using S = Shape<MTiles>;
+  using Loader = KeyLoader<T, Fp8, MTiles>;
+  extern __shared__ __align__(128) unsigned char attention_smem[];
+  Shared<MTiles> &shared = *reinterpret_cast<Shared<MTiles> *>(attention_smem);
+
+  const Block block = read_block<MTiles>(a);
+  if (block.steps == 0) return write_nothing<T>(a, block);
+  unsigned thread = threadIdx.x;
+  if (thread < 32) set_up(a, block, shared);
+  if (thread / 32 < S::bands) shared.sum[thread / 32][thread % 32] = 0;
+  __syncthreads();
+  Loader{a, shared, 0, thread}.load_entry();
+  Loader{a, shared, 1, thread}.load_entry();
+  wait_copies();
+  __syncwarp();
+  Loader{a, shared, 0, thread}.load_keys();
+  uint32_t q[kFeatureSteps][S::group_tiles][4];
+  load_q<T, MTiles>(a, block, q);
+  // The second half of a tile of 64 rows may be empty; its products are skipped.
+  const bool full = MTiles == 1 || block.rows > S::rows / 2;
+
+  float out[MTiles][kColumns / 8][4] = {};
+  for (int step = 0; step < shared.block.steps; ++step) {
+    wait_copies();
+    if (Fp8) Loader{a, shared, step, thread}.widen_keys();
+    __syncthreads();  // this step's keys are there; the other buffer and the scores are free
+    forget(thread);
+    if (step + 1 < shared.block.steps) {
+      Loader{a, shared, step + 1, thread}.load_keys();
+      Loader{a, shared, step + 2, thread}.load_entry();
+    }
+    float own[2][4] = {};
+    if (full || thread < kThreads / 2) score_keys<T>(shared, step, thread, q, own);
+    __syncthreads();
+    forget(thread);
+    if (thread / 32 * 8 < shared.block.rows) softmax<T>(shared, step, thread, own);
+    __syncthreads();
+    forget(thread);
+    add_values<T>(shared, step, thread, full, out);
+  }
+  forget(thread);
+  write_results<T>(a, shared, thread, out);
 }
 
 template <class T, bool Fp8, int MTiles>

@@ -1,0 +1,570 @@
+"""`python -m kdtree bench`: how far each op is from what the machine can do, and from its rivals.
+
+Medians of many runs on random data. On CUDA (through torch) events time each run, after a write
+that empties the L2 cache. The floor of a run is max(FLOPs / matrix rate, bytes / copy rate), with
+both rates measured in the same process; a ratio to the floor of 1 cannot be beaten. Rivals are what
+a user could run instead; one that is not installed is simply not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kdtree
+from kdtree import ctypes_api, reference
+from kdtree.records import Accept, DraftTopK, Tree
+
+__all__ = ["run"]
+
+SCALE = 192**-0.5
+VOCAB = 163_840
+LAYERS = 61
+DEPTH, CANDIDATES, PAGE = 15, 64, 64
+Work = Callable[[], object]
+
+
+@dataclasses.dataclass
+class Row:
+    """One op at one shape: the bytes and FLOPs that it cannot avoid, and its rivals."""
+
+    op: str
+    shape: str
+    work: Work
+    bytes: int
+    flops: int = 0
+    rivals: dict[str, Work] = dataclasses.field(default_factory=dict)
+
+
+# ---- the device
+
+
+class Cpu:
+    """NumPy arrays and the wall clock. Rivals run in torch where it is installed.
+
+    They get float32 instead of float16, in which torch is much slower on a CPU.
+    """
+
+    name = "cpu"
+    budget_s = 0.3  # of one measurement
+    float16 = "float16"
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.rng = np.random.default_rng(0)
+        try:
+            self.torch: Any = importlib.import_module("torch")
+        except (ImportError, OSError):
+            self.torch = None
+
+    def description(self) -> str:
+        return f"{platform.processor() or platform.machine()}, NumPy {np.__version__}"
+
+    def array(self, x: np.ndarray[Any, Any]) -> Any:
+        return x
+
+    def normal(self, *shape: int) -> Any:
+        return self.rng.standard_normal(shape, np.float32).astype(np.float16)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return np.empty(shape, dtype)
+
+    def rival(self, x: Any) -> Any:
+        """The array as a torch tensor, for a rival; None without torch."""
+        if self.torch is None:
+            return None
+        tensor = self.torch.from_numpy(x)
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def numpy(self, x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(x)
+
+    def ceilings(self) -> tuple[float, float]:
+        """(FLOP/s of a matrix product, bytes/s of a copy)."""
+        n = 1024 if self.quick else 2048
+        a = self.rng.standard_normal((n, n), np.float32)
+        source = self.rng.integers(0, 255, 64 << 20 if self.quick else 256 << 20, np.uint8)
+        target = np.empty_like(source)
+        matrix = self.time(lambda: a @ a)
+        copy = self.time(lambda: np.copyto(target, source))
+        return 2 * n**3 / matrix, 2 * source.nbytes / copy
+
+    def time(self, work: Work) -> float:
+        """Median seconds of a run."""
+        work()
+        first = self._clock(work)
+        runs = max(3, min(100, int(self.budget_s * (0.2 if self.quick else 1) / first)))
+        return statistics.median(self._clock(work) for _ in range(runs))
+
+    @staticmethod
+    def _clock(work: Work) -> float:
+        start = time.perf_counter()
+        work()
+        return max(time.perf_counter() - start, 1e-9)
+
+
+class Cuda(Cpu):
+    """torch tensors on its current GPU, and events."""
+
+    name = "cuda"
+    float16 = "bfloat16"
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__(quick)
+        if self.torch is None or not self.torch.cuda.is_available():
+            raise RuntimeError("--device cuda needs torch with a CUDA device")
+        self.torch.manual_seed(0)
+        l2 = self.torch.cuda.get_device_properties().L2_cache_size
+        # Long enough to write that the launches of the next run hide behind it.
+        self.flush = self.torch.empty(max(2 * l2, 256 << 20), dtype=self.torch.uint8, device="cuda")
+
+    def description(self) -> str:
+        path = ctypes_api.device_info(self.torch.cuda.current_device())["path"]
+        return f"{self.torch.cuda.get_device_name()}, {path} path, torch {self.torch.__version__}"
+
+    def array(self, x: np.ndarray[Any, Any]) -> Any:
+        return self.torch.from_numpy(x).cuda()
+
+    def normal(self, *shape: int) -> Any:
+        return self.torch.randn(shape, device="cuda", dtype=self.torch.bfloat16)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device="cuda")
+
+    def rival(self, x: Any) -> Any:
+        return x
+
+    def numpy(self, x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(x.cpu())
+
+    def ceilings(self) -> tuple[float, float]:
+        n = 8192
+        a, b = self.normal(n, n), self.normal(n, n)
+        source = self.torch.randint(0, 255, (1 << 30,), dtype=self.torch.uint8, device="cuda")
+        target = self.torch.empty_like(source)
+        matrix = self.time(lambda: a @ b)
+        copy = self.time(lambda: target.copy_(source))
+        return 2 * n**3 / matrix, 2 * source.numel() / copy
+
+    def time(self, work: Work) -> float:
+        cuda = self.torch.cuda
+        for _ in range(3):
+            work()
+        cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        cuda.synchronize()
+        first = max(time.perf_counter() - start, 1e-5)
+        runs = max(5, min(20 if self.quick else 100, int(self.budget_s / first)))
+        events = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        for i, (begin, end) in enumerate(events):
+            self.flush.fill_(i % 251)
+            begin.record()
+            work()
+            end.record()
+        cuda.synchronize()
+        times: list[float] = [begin.elapsed_time(end) for begin, end in events]
+        return statistics.median(times) / 1e3
+
+
+# ---- the ops
+
+
+def attn(d: Cpu) -> Iterator[Row]:
+    """verify_attn; FLOPs of both products over every key, bytes of the cache once, of q and out."""
+    shapes = [
+        (1, 8, 65, 8192), (1, 8, 65, 65536), (8, 8, 65, 8192), (32, 8, 65, 8192), (32, 8, 65, 1024),
+        (8, 16, 65, 8192), (8, 64, 65, 8192), (1, 64, 65, 32768), (2, 128, 65, 8192),
+        (32, 8, 17, 8192), (32, 8, 1, 8192), (64, 64, 1, 8192), (1, 8, 1, 131072),
+    ]  # fmt: skip
+    if d.name == "cpu":
+        shapes = [(1, 8, 65, 2048), (1, 8, 17, 2048), (1, 8, 1, 2048), (4, 16, 1, 1024)]
+    if d.quick:
+        shapes = [(1, 8, 17, 256)] if d.name == "cpu" else shapes[:1] + shapes[3:4] + shapes[10:11]
+    for B, H, Q, KV in shapes:
+        total = KV + Q
+        pages = -(-total // PAGE)
+        parents = [-1, *(int(d.rng.integers(max(0, i - 6), i)) for i in range(1, Q))]
+        tree = reference.tree_links(np.array([parents] * B, np.int32), np.full(B, Q, np.int32))
+        mask = reference.expand_mask(tree, "qlen")[0]
+        q, cache = d.normal(B, Q, H, 576), d.normal(B * pages, PAGE, 576)
+        table = d.array(d.rng.permutation(B * pages).astype(np.int32).reshape(B, pages))
+        lens = d.array(np.full(B, KV, np.int32))
+        words = d.array(tree.visibility)
+        out = d.empty((B, Q, H, 512), d.float16)
+        size = kdtree.verify_attn_workspace(B, Q, H, d.name)
+        scratch = d.empty((size,), "uint8")
+
+        def work(a: Any = (q, cache, table, lens, words), o: Any = out, w: Any = scratch) -> object:
+            return kdtree.verify_attn(*a, sm_scale=SCALE, out=o, workspace=w)
+
+        yield Row(
+            "verify_attn",
+            f"B{B} H{H} Q{Q} KV{KV}",
+            work,
+            bytes=B * total * 1152 + B * Q * H * (576 + 512) * 2,
+            flops=2 * B * H * Q * total * (576 + 512),
+            rivals=_attn_rivals(d, q, cache, table, mask, KV),
+        )
+
+
+def _attn_rivals(d: Cpu, q: Any, cache: Any, table: Any, mask: Any, prefix: int) -> dict[str, Work]:
+    rivals: dict[str, Work] = {}
+    B, Q, H = q.shape[:3]
+    total = prefix + Q
+    if d.torch is not None and B * H * Q * total <= 3e8:  # its scores must fit
+        torch = d.torch
+        t_q, t_cache = d.rival(q), d.rival(cache)
+        rows = t_cache[d.rival(table).long()].reshape(B, -1, 576)[:, :total].contiguous()
+        flat = t_q.transpose(1, 2).reshape(B, H * Q, 576)
+        bias = torch.zeros(Q, total, dtype=flat.dtype, device=flat.device)
+        bias[:, prefix:].masked_fill_(~d.rival(d.array(mask)), -math.inf)
+        bias = bias.repeat(H, 1).expand(B, -1, -1)
+
+        def by_torch() -> object:
+            scores = torch.baddbmm(bias, flat, rows.transpose(1, 2), alpha=SCALE)
+            return scores.softmax(-1) @ rows[..., :512]
+
+        rivals["torch matmul"] = by_torch
+    if d.name != "cuda":
+        return rivals
+    for peer in (_flash_mla, _fa3, _flashinfer):
+        try:
+            rivals.update(peer(d, q, cache, table, total))
+        except Exception as error:  # not installed, or not for this GPU or shape
+            if not isinstance(error, ImportError):
+                print(f"  ({peer.__name__.strip('_')}: {str(error).splitlines()[0][:90]})")
+    return rivals
+
+
+# The peers know the causal mask only: the same work, another result.
+
+
+def _flash_mla(d: Cpu, q: Any, cache: Any, table: Any, total: int) -> dict[str, Work]:
+    peer = importlib.import_module("flash_mla")
+    metadata, _ = peer.get_mla_metadata()
+    lens = d.torch.full((q.shape[0],), total, dtype=d.torch.int32, device="cuda")
+    options = {"softmax_scale": SCALE, "causal": True, "use_legacy": True}
+
+    def work() -> object:
+        return peer.flash_mla_with_kvcache(
+            q, cache.unsqueeze(2), table, lens, 512, metadata, None, **options
+        )
+
+    work()
+    return {"FlashMLA, causal": work}
+
+
+def _fa3(d: Cpu, q: Any, cache: Any, table: Any, total: int) -> dict[str, Work]:
+    peer = importlib.import_module("fa3_fwd_interface")
+    B, Q, H, _ = q.shape
+    k, v = d.normal(B, total, 1, 64), d.normal(B, total, 1, 512)
+    q_rope, q_latent = d.normal(B, Q, H, 64), d.normal(B, Q, H, 512)
+    lens = d.torch.full((B,), total, dtype=d.torch.int32, device="cuda")
+
+    def work() -> object:
+        return peer.flash_attn_with_kvcache(
+            q_rope, k, v, qv=q_latent, cache_seqlens=lens, softmax_scale=SCALE, causal=True
+        )
+
+    work()
+    return {"FA3, causal": work}
+
+
+def _flashinfer(d: Cpu, q: Any, cache: Any, table: Any, total: int) -> dict[str, Work]:
+    peer = importlib.import_module("flashinfer")
+    torch = d.torch
+    B, Q, H, _ = q.shape
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    q_indptr = torch.arange(0, (B + 1) * Q, Q, **ints)
+    kv_indptr = torch.arange(0, table.numel() + 1, table.shape[1], **ints)
+    lens = torch.full((B,), total, **ints)
+    q_latent = q[..., :512].reshape(B * Q, H, 512).contiguous()
+    q_rope = q[..., 512:].reshape(B * Q, H, 64).contiguous()
+    latent, rope = cache[..., :512].contiguous(), cache[..., 512:].contiguous()
+    rivals: dict[str, Work] = {}
+    for backend in ("fa3", "fa2"):
+        scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        wrapper = peer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=backend)
+        wrapper.plan(
+            q_indptr, kv_indptr, table.flatten(), lens, H, 512, 64, PAGE, True, SCALE,
+            torch.bfloat16, torch.bfloat16,
+        )  # fmt: skip
+
+        def work(wrapper: Any = wrapper) -> object:
+            return wrapper.run(q_latent, q_rope, latent, rope)
+
+        try:
+            work()
+        except RuntimeError:
+            continue  # a GPU that this backend is not for
+        rivals[f"FlashInfer {backend}, causal"] = work
+    return rivals
+
+
+def topk(d: Cpu) -> Iterator[Row]:
+    """draft_topk and merge_topk: bytes of the logits, once."""
+    for B in (1,) if d.name == "cpu" or d.quick else (1, 8, 32):
+        depth = 2 if d.name == "cpu" else DEPTH
+        logits = d.normal(B, depth, VOCAB)
+        out = kdtree.draft_topk(logits, CANDIDATES)
+
+        def work(logits: Any = logits, out: DraftTopK = out) -> object:
+            return kdtree.draft_topk(logits, CANDIDATES, out=out)
+
+        dense = d.rival(logits)
+
+        def by_torch(logits: Any = dense) -> object:
+            wide = logits.float()
+            values, ids = d.torch.topk(wide, CANDIDATES, dim=-1)
+            return values - d.torch.logsumexp(wide, -1, keepdim=True), ids
+
+        rivals: dict[str, Work] = {"torch topk+logsumexp": by_torch} if d.torch else {}
+        shape = f"B{B} L{depth} K{CANDIDATES} V{VOCAB}"
+        yield Row("draft_topk", shape, work, B * depth * VOCAB * 2, rivals=rivals)
+
+        shards = 8
+        values = -np.sort(-d.rng.standard_normal((shards, B, depth, CANDIDATES), np.float32))
+        ids = d.rng.permutation(values.size).reshape(values.shape)
+        lse = values[..., 0] + 1
+        parts = tuple(d.array(x) for x in (values, ids, lse))
+        merged = kdtree.merge_topk(*parts)
+
+        def merge(parts: Any = parts, out: DraftTopK = merged) -> object:
+            return kdtree.merge_topk(*parts, out=out)
+
+        shape = f"S{shards} B{B} L{depth} K{CANDIDATES}"
+        yield Row("merge_topk", shape, merge, values.size * 12 + lse.size * 4)
+
+
+def _drafts(d: Cpu, batch: int) -> tuple[Any, ...]:
+    """Arguments of build_ddtree, as a good drafter gives them: a few likely candidates a row."""
+    logits = 3 * d.rng.standard_normal((batch, DEPTH, VOCAB // 16), np.float32)
+    top = reference.draft_topk(logits, CANDIDATES)
+    roots = d.rng.integers(0, VOCAB, batch)
+    lens = np.full(batch, 8192, np.int32)
+    return tuple(d.array(x) for x in (top.logprobs, top.ids, roots, lens))
+
+
+_TREE_BYTES = 5 * 8 + 3 * 4  # of one slot of a Tree
+
+
+def build(d: Cpu) -> Iterator[Row]:
+    """build_ddtree, tree_links, expand_mask: bytes of the candidates and of the tree."""
+    for B in (1,) if d.quick else (1, 8, 32):
+        drafts = _drafts(d, B)
+        for budget in (16, 64):
+            tree = kdtree.build_ddtree(*drafts, budget=budget)
+
+            def work(drafts: Any = drafts, budget: int = budget, out: Tree = tree) -> object:
+                return kdtree.build_ddtree(*drafts, budget=budget, out=out)
+
+            def by_heap(logprobs: Any = drafts[0], budget: int = budget) -> object:
+                rows = d.numpy(logprobs).tolist()  # from the device, as a builder on the host does
+                return [reference._best_first(r, budget, False, None) for r in rows]
+
+            size = B * (DEPTH * CANDIDATES * 12 + (budget + 1) * _TREE_BYTES)
+            shape = f"B{B} L{DEPTH} K{CANDIDATES} budget {budget}"
+            yield Row("build_ddtree", shape, work, size, rivals={"Python heap": by_heap})
+
+        def links(tree: Tree = tree) -> object:
+            return kdtree.tree_links(tree.parents, tree.num_nodes, out=tree)
+
+        mask = kdtree.expand_mask(tree, "qlen")
+
+        def expand(tree: Tree = tree, out: Any = mask) -> object:
+            return kdtree.expand_mask(tree, "qlen", out=out)
+
+        yield Row("tree_links", f"B{B} Q65", links, B * 65 * 40)
+        yield Row("expand_mask", f"B{B} Q65 qlen", expand, B * 65 * (8 + 65))
+
+
+def accept(d: Cpu) -> Iterator[Row]:
+    """tree_accept and tree_accept_logits, walks of 4 accepted tokens: bytes of the visited rows."""
+    for B in (1,) if d.name == "cpu" or d.quick else (1, 8, 32):
+        tree = kdtree.build_ddtree(*_drafts(d, B), budget=64)
+        logits = d.normal(B, 65, VOCAB)
+        links, tokens = d.numpy(tree.next_token), d.numpy(tree.draft_tokens)
+        target = np.full((B, 65), -1)
+        for b in range(B):
+            slot = 0
+            for _ in range(4):
+                child = int(links[b, slot])
+                if child < 0:
+                    break
+                target[b, slot] = tokens[b, child]
+                logits[b, slot, int(tokens[b, child])] = 60.0
+                slot = child
+        predicted = d.array(target)
+        out = kdtree.tree_accept(tree, predicted)
+        visited = int(d.numpy(out.accept_token_num).sum()) + B
+
+        def walk(tree: Tree = tree, target: Any = predicted, out: Accept = out) -> object:
+            return kdtree.tree_accept(tree, target, out=out)
+
+        def greedy(tree: Tree = tree, logits: Any = logits, out: Accept = out) -> object:
+            return kdtree.tree_accept_logits(tree, logits, out=out)
+
+        heat = {"temperature": 0.7, "seeds": d.array(np.arange(B))}
+
+        def sampled(
+            tree: Tree = tree, logits: Any = logits, out: Accept = out, heat: Any = heat
+        ) -> object:
+            return kdtree.tree_accept_logits(tree, logits, **heat, out=out)
+
+        dense = d.rival(logits)
+
+        def argmax(logits: Any = dense) -> object:
+            return logits.argmax(-1)
+
+        def multinomial(logits: Any = dense) -> object:
+            weights = (logits.float() / 0.7).softmax(-1)
+            return d.torch.multinomial(weights.flatten(0, 1), 1)
+
+        shape = f"B{B} Q65 V{VOCAB}, {visited} rows"
+        size = visited * VOCAB * 2
+        yield Row("tree_accept", f"B{B} Q65", walk, B * 65 * 8 * 5)
+        for label, work, name, rival in (
+            ("greedy", greedy, "torch argmax", argmax),
+            ("sampled", sampled, "torch multinomial", multinomial),
+        ):
+            rivals: dict[str, Work] = {name: rival} if d.torch else {}
+            yield Row("tree_accept_logits", f"{shape}, {label}", work, size, rivals=rivals)
+
+
+def commit(d: Cpu) -> Iterator[Row]:
+    """commit_kv: every moved row is read and written, in every layer."""
+    layers = 4 if d.name == "cpu" else LAYERS
+    for B in (1,) if d.quick else (1, 8, 32):
+        pages = 4  # of a request; the tree's rows cross a page
+        caches = [d.normal(B * pages, PAGE, 576) for _ in range(layers)]
+        table = d.rng.permutation(B * pages).astype(np.int32).reshape(B, pages)
+        lens = np.full(B, 100, np.int32)
+        index = np.full((B, 65), -1, np.int32)
+        index[:, :6] = [0, 1, 3, 9, 20, 41]
+        record = Accept(
+            accept_index=d.array(index),
+            accept_token_num=d.array(np.full(B, 5, np.int32)),
+            accept_tokens=None,
+        )
+        args = (caches, d.array(table), d.array(lens), record)
+
+        def work(args: Any = args) -> None:
+            kdtree.commit_kv(*args)
+
+        def places(slots: Any, table: Any = table) -> Any:
+            at = 100 + slots  # [n] -> flat rows of all requests
+            return d.array((table[:, at // PAGE].astype(np.int64) * PAGE + at % PAGE).ravel())
+
+        rivals: dict[str, Work] = {}
+        if d.torch:
+            source, to = d.rival(places(index[0, 2:6])), d.rival(places(np.arange(2, 6)))
+            flats = [d.rival(cache).view(-1, 576) for cache in caches]
+
+            def by_layer(flats: Any = flats, source: Any = source, to: Any = to) -> None:
+                for flat in flats:
+                    flat[to] = flat[source]
+
+            rivals["torch gather+scatter"] = by_layer
+        moved = 4 * B * layers * 1152
+        yield Row("commit_kv", f"B{B} {layers} layers, 4 rows", work, 2 * moved, rivals=rivals)
+
+
+OPS: dict[str, Callable[[Cpu], Iterator[Row]]] = {
+    "attn": attn,
+    "topk": topk,
+    "build": build,
+    "accept": accept,
+    "commit": commit,
+}
+
+
+# ---- the table
+
+
+def run(
+    op: str = "all",
+    *,
+    device: str | None = None,
+    quick: bool = False,
+    save: Path | None = None,
+    compare: Path | None = None,
+) -> int:
+    """Measures and prints. Returns an exit status."""
+    if device is None:
+        try:
+            torch = importlib.import_module("torch")
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        except (ImportError, OSError):
+            device = "cpu"
+    before = {} if compare is None else _read(compare)
+    try:
+        d = Cuda(quick) if device == "cuda" else Cpu(quick)
+    except RuntimeError as error:
+        print(error)
+        return 1
+    matrix, copy = d.ceilings()
+    print(f"kdtree {kdtree.__version__} on {d.description()}")
+    print(f"ceilings: matrix product {matrix / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.4g} GB/s")
+    head = f"{'op':<18} {'shape':<42} {'us':>9} {'TFLOP/s':>8} {'GB/s':>7} {'MB':>8} {'GFLOP':>8} "
+    print(head + f"{'x floor':>8}" + (f" {'x before':>8}" if before else "") + "  rivals, us")
+    results = []
+    for name in OPS if op == "all" else (op,):
+        for row in OPS[name](d):
+            seconds = d.time(row.work)
+            floor = max(row.flops / matrix, row.bytes / copy)
+            rivals = {rival: d.time(work) for rival, work in row.rivals.items()}
+            result = {
+                "op": row.op,
+                "shape": row.shape,
+                "us": seconds * 1e6,
+                "bytes": row.bytes,
+                "flops": row.flops,
+                "floor_us": floor * 1e6,
+                "rivals_us": {rival: value * 1e6 for rival, value in rivals.items()},
+            }
+            results.append(result)
+            print(_line(result, before), flush=True)
+    if save is not None:
+        facts = {
+            "kdtree": ctypes_api.build_info(),
+            "device": d.name,
+            "machine": d.description(),
+            "quick": quick,
+            "matrix_flops_per_s": matrix,
+            "copy_bytes_per_s": copy,
+            "rows": results,
+        }
+        save.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _read(path: Path) -> dict[tuple[str, str], float]:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return {(row["op"], row["shape"]): row["us"] for row in facts["rows"]}
+
+
+def _line(result: dict[str, Any], before: dict[tuple[str, str], float]) -> str:
+    us, flops, size = result["us"], result["flops"], result["bytes"]
+    rate = f"{flops / us / 1e6:.3g}" if flops else "-"
+    line = (
+        f"{result['op']:<18} {result['shape']:<42} {us:>9.1f} {rate:>8} {size / us / 1e3:>7.4g} "
+        f"{size / 1e6:>8.4g} {flops / 1e9 if flops else 0:>8.4g} {us / result['floor_us']:>8.2f}"
+    )
+    if before:
+        old = before.get((result["op"], result["shape"]))
+        line += f" {us / old:>8.2f}" if old else f" {'new':>8}"
+    rivals = (
+        f"{name} {value:.1f} (x{value / us:.2f})" for name, value in result["rivals_us"].items()
+    )
+    return line + "  " + ", ".join(rivals)

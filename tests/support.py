@@ -158,10 +158,10 @@ class CupyBackend(Backend):
         return np.dtype(dtype) in NATIVE
 
     def array(self, x: Array) -> Any:
-        return cupy.asarray(np.ascontiguousarray(x))
+        return cupy.asarray(np.asarray(x, order="C"))
 
     def numpy(self, x: Any) -> Array:
-        return np.asarray(cupy.from_dlpack(x).get())
+        return np.asarray((x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)).get())
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         return cupy.empty(shape, dtype)

@@ -368,7 +368,7 @@ def test_input_on_another_device(call, name):
     if not call.backend.cuda:
         pytest.skip("CPU arrays have one device")
     call.refused(name, to={name: call.valid[name]})
-    call.refused(name, to={name: torch.from_numpy(call.valid[name].copy())})
+    call.refused(name, to={name: DLPackArray(call.valid[name])})
 
 
 @pytest.mark.parametrize(("op", "name"), INPUTS)
@@ -486,7 +486,7 @@ def test_output_on_another_device(call, name):
     shape, dtype = call.op.outputs[name]
     out = np.zeros(shape, dtype)
     call.refused(name, to={name: out})
-    call.refused(name, to={name: torch.from_numpy(out)})
+    call.refused(name, to={name: DLPackArray(out)})
     assert not out.any()
 
 

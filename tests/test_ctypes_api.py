@@ -428,6 +428,7 @@ READ_ONLY.flags.writeable = False
         ({"k": 0}, ValueError, "k: expected 1..9, got 0"),
         ({"k": 1.5}, TypeError, "k: expected an int"),
         ({"k": True}, TypeError, "k: expected an int"),
+        ({"normalize": 1}, TypeError, "normalize: expected a bool"),
         ({"vocab_size": -2}, ValueError, "vocab_size"),
         ({"stream": "0"}, TypeError, "stream: "),
         ({"stream": -1}, ValueError, "stream: "),
@@ -452,12 +453,17 @@ def test_the_library_names_what_only_it_checks() -> None:
     assert str(caught.value) == ctypes_api.last_error()
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_torch_tensors_that_are_no_plain_memory() -> None:
     torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with pytest.raises(ValueError, match=r"logits: .* requires_grad"):
         ctypes_api.draft_topk(torch.zeros(2, 9, requires_grad=True), 3)
     with pytest.raises(TypeError, match=r"logits: expected CPU or CUDA memory, got meta"):
         ctypes_api.draft_topk(torch.zeros(2, 9, device="meta"), 3)
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"logits: .* memory"):
+        ctypes_api.draft_topk(torch.zeros(2, 9), 3)
 
 
 def test_a_wrong_member_is_not_taken_silently() -> None:

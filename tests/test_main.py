@@ -19,17 +19,18 @@ from kdtree import check, ctypes_api, reference
 
 PACKAGE = ctypes_api.library_path().parent
 LOADED = "libkdtree_kernels_c loaded OK. MAX_QLEN=65"
+OPS = {name for name in kdtree.__all__ if name.islower()} - {"verify_attn_workspace"}
 BROKEN = "libkdtree_kernels_c could not be loaded: "
 
 # Runs `python -m kdtree` with some modules hidden, installed or not.
 HIDING = """
 import runpy, sys
+hidden = sys.argv.pop(1).split(",")
 class Hide:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1].split(","):
+        if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hide())
-hidden = sys.argv.pop(1)
 runpy.run_module("kdtree", run_name="__main__", alter_sys=True)
 """
 
@@ -165,8 +166,15 @@ def test_check() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("OK: ")
-    for op in (name for name in kdtree.__all__ if name.islower()):
+    for op in OPS:
         assert any(op in line and " ok " in line for line in lines), op
+
+
+def test_bench_with_a_broken_library_says_so(copied: Callable[..., Path]) -> None:
+    done = run("bench", "build", "--device", "cpu", "--quick", first_path=copied("*.so"))
+    assert done.returncode == 1
+    assert "could not be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_check_with_a_broken_library(copied: Callable[..., Path]) -> None:
@@ -246,7 +254,7 @@ def test_bench(tmp_path: Path) -> None:
     assert facts["matrix_flops_per_s"] > 0
     assert facts["copy_bytes_per_s"] > 0
     ops = {row["op"] for row in facts["rows"]}
-    assert ops == {name for name in kdtree.__all__ if name.islower()} - {"verify_attn_workspace"}
+    assert ops == OPS
     for row in facts["rows"]:
         assert row["us"] > 0
         assert row["bytes"] > 0

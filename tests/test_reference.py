@@ -375,7 +375,7 @@ def test_gumbel_is_a_function_of_seed_position_and_token():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_samples_follow_the_softmax(rng, temperature):
-    count = 20_000
+    count = 6000
     tree = Tree(
         draft_tokens=np.zeros((count, 1), int),
         next_token=np.full((count, 1), -1),

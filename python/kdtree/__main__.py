@@ -41,16 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return check.run()
         from kdtree import bench as benchmark
+
+        return benchmark.run(
+            options.op,
+            device=options.device,
+            quick=options.quick,
+            save=options.save,
+            compare=options.compare,
+        )
     except ImportError as error:
         print(f"{options.command} needs a whole installation: {error}", file=sys.stderr)
         return 1
-    return benchmark.run(
-        options.op,
-        device=options.device,
-        quick=options.quick,
-        save=options.save,
-        compare=options.compare,
-    )
 
 
 if __name__ == "__main__":

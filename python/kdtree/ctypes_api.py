@@ -296,7 +296,8 @@ class _View:
             expected = " or ".join(dtypes)
             raise TypeError(f"{self.name}: expected dtype {expected}, got {self.dtype}")
         if self.device != device:
-            raise ValueError(f"{self.name}: expected device {device}, got {self.device}")
+            texts = ["cpu" if kind == _CPU else f"cuda:{i}" for kind, i in (device, self.device)]
+            raise ValueError(f"{self.name}: expected device {texts[0]}, got {texts[1]}")
 
     def expect_dense(self, first: int) -> None:
         """Dimensions from `first` on (negative: from the end) are contiguous."""
@@ -350,6 +351,8 @@ def _view(name: str, x: Any, *, writable: bool = False) -> _View:
         got = "None" if x is None else f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(f"{name}: expected a NumPy array or a torch tensor, got {got}")
     shape = tuple(x.shape)
+    if data == 0 and 0 not in shape:
+        raise TypeError(f"{name}: expected an array with memory, got one without")
     # The stride of a dimension of one element means nothing.
     strides = [s if n > 1 else d for n, s, d in zip(shape, strides, _dense(shape), strict=True)]
     return _View(name, data, shape, tuple(strides), dtype, item_size, device, x)
@@ -488,6 +491,12 @@ def _int(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool) and not _instance(value, "numpy", "bool_"):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__qualname__}")
+    return bool(value)
+
+
 def _float(name: str, value: Any) -> float:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a float, got {type(value).__qualname__}")
@@ -546,7 +555,7 @@ def draft_topk(
         vocab_start=_int("vocab_start", vocab_start, -_I64 - 1, _I64),
         vocab_size=_vocab_size(vocab_size),
         k=call.sizes["K"],
-        normalize=bool(normalize),
+        normalize=_bool("normalize", normalize),
     )
     return _run_topk(call, out, ("logprobs", "ids", "lse"))
 
@@ -638,7 +647,7 @@ def build_ddtree(
         depth=call.sizes["L"],
         k=call.sizes["K"],
         budget=budget,
-        chain_seed=bool(chain_seed),
+        chain_seed=_bool("chain_seed", chain_seed),
     )
     fields = _tree_outputs(call, out, tuple(_TREE))
     call.run()
@@ -683,6 +692,8 @@ def expand_mask(
     qlen = call.sizes["Q"]
     if prefix_lens is not None:
         call.input("prefix_lens", "prefix_lens", prefix_lens, "int32", "B")
+        if layout == "full" and call.device[0] == _CPU:
+            call.sizes["N"] = sum(qlen * (max(int(n), 0) + qlen) for n in prefix_lens)
     elif layout == "full":
         raise ValueError("prefix_lens: expected an int32 [B] array for layout 'full', got None")
     dtype, pattern = "bool", "B Q Q"
@@ -691,9 +702,7 @@ def expand_mask(
         dtype, pattern = "int32", "B Q W"
     elif layout == "full":
         pattern = "N"
-        if call.device[0] == _CPU:
-            call.sizes["N"] = sum(qlen * (max(int(n), 0) + qlen) for n in prefix_lens)
-        elif out is None:
+        if out is None and call.device[0] != _CPU:
             raise ValueError("out: expected a flat bool array for layout 'full' on CUDA, got None")
     mask = call.output("out", "out", out, dtype, pattern)
     call.set(
@@ -776,7 +785,7 @@ def verify_attn(
         kv_split=0 if kv_split is None else _int("kv_split", kv_split, 1, _I64),
     )
     result = call.output("out", "out", out, query.dtype, "B Q H 512")
-    if lse is not None or return_lse:
+    if _bool("return_lse", return_lse) or lse is not None:
         lse = call.output("lse", "lse", lse, "float32", "B Q H")
     if workspace is None and call.device[0] == _CUDA:
         workspace = _workspace(call)

@@ -3,10 +3,11 @@
 // The log-probs that can matter, min(L, budget) rows of K, are staged in shared memory by
 // asynchronous copies: all of them in flight at once, one memory round trip. Then `budget` steps
 // that depend on each other, each a choice of the largest of 64 scores: two scores a lane, one
-// warp reduction over the high words (a second one only on a tie), a vote and a broadcast, some
-// 150 cycles; 64 of them are 5 us at 1.9 GHz. Bytes are nothing beside that: 4 KB in and 4 KB out
-// a request at L 15, K 64, so 1,000 requests move 8 MB, 2 us at 4.3 TB/s, and share the steps'
-// latency, 30 warps a multiprocessor.
+// warp reduction over the high words (a second one only on a tie), a vote and a shuffle by one
+// lane. A step is some 110 instructions without a branch and, by their latencies, about 200
+// cycles; 64 of them are 6.5 us at 1.98 GHz. Bytes are nothing beside that: 12 KB in and 3.5 KB
+// out a request at L 15, K 64, so 1,000 requests move 16 MB, 4 us at 4.3 TB/s, while more than
+// twenty warps a multiprocessor hide each other's latency.
 #include <cuda_pipeline_primitives.h>
 
 #include "cuda/launch.h"

@@ -12,8 +12,8 @@
 // Keys hold value and column (tree/order.h), so they are distinct and every selection is exact.
 //
 // Reads the row once: 15 rows x 163,840 bf16 are 4.9 MB, 1.2 us at 4.3 TB/s. An exponential a
-// column is 20,480 a block at 16 a cycle and SM, 0.7 us. The rest is latency: 5 tiles of two
-// barriers, two cluster barriers, about 20 bisection steps.
+// column is 20,480 a block at 16 a cycle and SM, 0.7 us. The rest is latency: 5 tiles of one
+// barrier, two cluster barriers, about 20 bisection steps.
 #include "cuda/cluster.h"
 #include "cuda/logits.h"
 #include "tree/topk.h"
@@ -88,7 +88,7 @@ __device__ __forceinline__ uint64_t warp_and(uint64_t value) {
 }
 
 // Cuts `n` > k distinct keys, written before the last barrier, down to the k largest, in no order.
-// Returns the smallest bound that the k reach: the k-th key, or a little less.
+// Returns a bound that only these k reach: the k-th key, or less.
 __device__ uint64_t keep_largest(uint64_t *keys, int n, int k, TopkShared &s) {
   const int thread = threadIdx.x, warp = thread / 32;
   // Bits in which no two keys differ need no step.

@@ -44,10 +44,22 @@ dlpack::DataType dlpack_dtype(int32_t dtype) {
   return {1, 8, 1};
 }
 
-// The text of the Python error that is set, which is cleared.
+// The first line of the Python error that is set, which is cleared.
 std::string take_error() {
   nb::python_error error;
-  return error.what();
+  const std::string text = text_of(error.value());
+  return text.substr(0, text.find('\n'));
+}
+
+// A fake tensor has a NULL storage, so its address is its offset into that. No real allocation
+// lies so low: the exact question is asked only there.
+bool without_memory(const Array &array) {
+  if (array.numel() == 0) return false;
+  if (array.library != Library::torch || reinterpret_cast<uintptr_t>(array.data) >> 40 != 0)
+    return array.data == nullptr;
+  const int64_t offset = nb::cast<int64_t>(array.object.attr("storage_offset")());
+  return reinterpret_cast<uintptr_t>(array.data) ==
+         static_cast<uintptr_t>(offset * array.item_size);
 }
 
 int32_t dtype_of(dlpack::DataType t) {
@@ -171,9 +183,12 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
                       type_text(value));
     from_dlpack(value, stream);
   }
-  if (data == nullptr && numel() > 0)
+  if (without_memory(*this))
     throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
                     " without (a fake or meta tensor)");
+  // An empty array may have no address; NULL would read as an argument left out.
+  alignas(256) static char empty[256];
+  if (data == nullptr) data = empty;
   // Strides of dimensions with one element mean nothing: make them dense.
   int64_t dense = 1;
   for (int i = ndim - 1; i >= 0; --i) {
@@ -483,7 +498,7 @@ void *stream_of(nb::handle stream, const Array &like) {
     void *pointer = PyLong_AsVoidPtr(handle.ptr());
     if (pointer == nullptr && PyErr_Occurred())
       throw ValueError("stream: expected a cudaStream_t handle, got " + take_error());
-    if (nb::cast<bool>(handle < nb::int_(0)))
+    if (PyObject_RichCompareBool(handle.ptr(), nb::int_(0).ptr(), Py_LT) != 0)
       throw ValueError("stream: expected a cudaStream_t handle, got a negative number");
     return pointer;
   }

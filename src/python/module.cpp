@@ -663,6 +663,9 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   }
   const Array &first = layers.front();
   first.same_device(first);
+  if (first.item_size != 1 && first.item_size != 2 && first.item_size != 4 && first.item_size != 8)
+    throw TypeError(first.name + ": expected a dtype of 1, 2, 4 or 8 bytes, got " +
+                    std::to_string(first.item_size));
   const int page_dim = listed ? 0 : 1;
   const char *layout = listed ? "[pages, page_size, D] or [pages, page_size, 1, D]"
                               : "[layers, pages, page_size, D] or [layers, pages, page_size, 1, D]";
@@ -739,6 +742,11 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   call(kdtree_commit_kv, p, stream_of(stream_, first));
 }
 
+// Every array and scalar may arrive as None: an error that names it is ours to raise.
+auto arg(const char *name) {
+  return nb::arg(name).none();
+}
+
 // Everything about one GPU, or about their absence.
 nb::dict device_info(int device_id) {
   kdtree_device_info_params info{};
@@ -769,43 +777,34 @@ NB_MODULE(_core, m) {
     }
   });
   m.doc() = "The compiled part of kdtree; kdtree's own functions are the public API.";
-  m.def("draft_topk", &draft_topk, nb::arg("logits"), nb::arg("k"), nb::arg("vocab_start"),
-        nb::arg("vocab_size").none(), nb::arg("normalize"), nb::arg("logprobs").none(),
-        nb::arg("ids").none(), nb::arg("lse").none(), nb::arg("stream").none());
-  m.def("merge_topk", &merge_topk, nb::arg("values"), nb::arg("ids"), nb::arg("lse"),
-        nb::arg("out_logprobs").none(), nb::arg("out_ids").none(), nb::arg("out_lse").none(),
-        nb::arg("stream").none());
-  m.def("build_ddtree", &build_ddtree, nb::arg("logprobs"), nb::arg("ids"), nb::arg("root_tokens"),
-        nb::arg("prefix_lens"), nb::arg("budget"), nb::arg("chain_seed"),
-        nb::arg("node_cost").none(), nb::arg("base_cost").none(), nb::arg("out").none(),
-        nb::arg("stream").none());
-  m.def("tree_links", &tree_links, nb::arg("parents"), nb::arg("num_nodes"),
-        nb::arg("prefix_lens").none(), nb::arg("draft_tokens").none(), nb::arg("out").none(),
-        nb::arg("stream").none());
-  m.def("expand_mask", &expand_mask, nb::arg("visibility"), nb::arg("num_nodes"), nb::arg("layout"),
-        nb::arg("prefix_lens").none(), nb::arg("out").none(), nb::arg("stream").none());
-  m.def("verify_attn", &verify_attn, nb::arg("q"), nb::arg("kv_cache"),
-        nb::arg("block_table").none(), nb::arg("prefix_lens"), nb::arg("visibility").none(),
-        nb::arg("num_nodes").none(), nb::arg("sm_scale"), nb::arg("q_rope").none(),
-        nb::arg("kv_scale").none(), nb::arg("kv_split").none(), nb::arg("kv_indptr").none(),
-        nb::arg("kv_indices").none(), nb::arg("out").none(), nb::arg("lse").none(),
-        nb::arg("return_lse"), nb::arg("workspace").none(), nb::arg("stream").none());
-  m.def("verify_attn_workspace", &verify_attn_workspace, nb::arg("batch"), nb::arg("qlen"),
-        nb::arg("heads"), nb::arg("device_type"), nb::arg("device_id"));
-  m.def("tree_accept", &tree_accept, nb::arg("draft_tokens").none(), nb::arg("next_token").none(),
-        nb::arg("next_sibling").none(), nb::arg("num_nodes").none(), nb::arg("target_predict"),
-        nb::arg("accept_index").none(), nb::arg("accept_token_num").none(),
-        nb::arg("accept_tokens").none(), nb::arg("stream").none());
-  m.def("tree_accept_logits", &tree_accept_logits, nb::arg("draft_tokens").none(),
-        nb::arg("next_token").none(), nb::arg("next_sibling").none(), nb::arg("num_nodes").none(),
-        nb::arg("positions").none(), nb::arg("logits"), nb::arg("temperature").none(),
-        nb::arg("seeds").none(), nb::arg("vocab_size").none(), nb::arg("accept_index").none(),
-        nb::arg("accept_token_num").none(), nb::arg("accept_tokens").none(),
-        nb::arg("stream").none());
-  m.def("commit_kv", &commit_kv, nb::arg("kv_caches"), nb::arg("block_table").none(),
-        nb::arg("prefix_lens").none(), nb::arg("accept_index"), nb::arg("accept_token_num"),
-        nb::arg("cache_loc").none(), nb::arg("stream").none());
-  m.def("device_info", &device_info, nb::arg("device_id"));
+  m.def("draft_topk", &draft_topk, arg("logits"), arg("k"), arg("vocab_start"), arg("vocab_size"),
+        arg("normalize"), arg("logprobs"), arg("ids"), arg("lse"), arg("stream"));
+  m.def("merge_topk", &merge_topk, arg("values"), arg("ids"), arg("lse"), arg("out_logprobs"),
+        arg("out_ids"), arg("out_lse"), arg("stream"));
+  m.def("build_ddtree", &build_ddtree, arg("logprobs"), arg("ids"), arg("root_tokens"),
+        arg("prefix_lens"), arg("budget"), arg("chain_seed"), arg("node_cost"), arg("base_cost"),
+        arg("out"), arg("stream"));
+  m.def("tree_links", &tree_links, arg("parents"), arg("num_nodes"), arg("prefix_lens"),
+        arg("draft_tokens"), arg("out"), arg("stream"));
+  m.def("expand_mask", &expand_mask, arg("visibility"), arg("num_nodes"), arg("layout"),
+        arg("prefix_lens"), arg("out"), arg("stream"));
+  m.def("verify_attn", &verify_attn, arg("q"), arg("kv_cache"), arg("block_table"),
+        arg("prefix_lens"), arg("visibility"), arg("num_nodes"), arg("sm_scale"), arg("q_rope"),
+        arg("kv_scale"), arg("kv_split"), arg("kv_indptr"), arg("kv_indices"), arg("out"),
+        arg("lse"), arg("return_lse"), arg("workspace"), arg("stream"));
+  m.def("verify_attn_workspace", &verify_attn_workspace, arg("batch"), arg("qlen"), arg("heads"),
+        nb::arg("device_type"), nb::arg("device_id"));
+  m.def("tree_accept", &tree_accept, arg("draft_tokens"), arg("next_token"), arg("next_sibling"),
+        arg("num_nodes"), arg("target_predict"), arg("accept_index"), arg("accept_token_num"),
+        arg("accept_tokens"), arg("stream"));
+  m.def("tree_accept_logits", &tree_accept_logits, arg("draft_tokens"), arg("next_token"),
+        arg("next_sibling"), arg("num_nodes"), arg("positions"), arg("logits"), arg("temperature"),
+        arg("seeds"), arg("vocab_size"), arg("accept_index"), arg("accept_token_num"),
+        arg("accept_tokens"), arg("stream"));
+  m.def("commit_kv", &commit_kv, arg("kv_caches"), arg("block_table"), arg("prefix_lens"),
+        arg("accept_index"), arg("accept_token_num"), arg("cache_loc"), arg("stream"));
+  m.def("device_info", &device_info, nb::arg("device_id"),
+        nb::sig("def device_info(device_id: int) -> dict[str, object]"));
   m.def("build_info", [] { return nb::str(kdtree_build_info()); });
   m.attr("MAX_QLEN") = KDTREE_MAX_QLEN;
   m.attr("MAX_K") = KDTREE_MAX_K;

@@ -36,6 +36,13 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   return reinterpret_cast<const uint32_t &>(pair);
 }
 
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __half22float2(reinterpret_cast<const __half2 &>(pair));
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(pair));
+}
+
 // Two e4m3 values as a pair of T; exact for both.
 template <class T>
 __device__ __forceinline__ uint32_t widen(uint16_t two) {

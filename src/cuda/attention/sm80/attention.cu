@@ -27,6 +27,7 @@ using attention::kLatent;
 using attention::pack;
 using attention::Params;
 using attention::Request;
+using attention::unpack;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
@@ -90,9 +91,8 @@ struct Shared {
   int64_t entries[2][kKeys];       // of the page table
   alignas(8) uint8_t rescaled[8];  // by band: some row's factor is not 1
   float top[S::rows];              // running maximum of the scores
-  float sum[S::bands][32];         // running sum of the probabilities, a lane's part
+  float sums[2][S::rows];          // running sums of the probabilities: exact, and as rounded to T
   float factor[S::rows];           // for what the output holds so far
-  float norm[S::rows];             // for the output at the end
 
   // Operand of the second product: for 16 keys `half`, lane 4g + t has row g of the band, keys 2t,
   // 2t+1 (x) and 2t+8, 2t+9 (y).
@@ -178,6 +178,7 @@ __device__ void set_up(const Params &a, const Block &block, Shared<MTiles> &shar
                                     (block.first_row + i) / static_cast<int>(a.p.heads));
     shared.nodes[i] = nodes;
     shared.top[i] = -INFINITY;
+    shared.sums[0][i] = shared.sums[1][i] = 0;
     all |= nodes;
   }
   for (int step = 16; step > 0; step /= 2) all |= __shfl_xor_sync(~0u, all, step);
@@ -311,22 +312,27 @@ __device__ __forceinline__ void softmax(Shared<MTiles> &shared, int step, unsign
   if (!(top > old_top + kSlack)) top = old_top;
   const float base = top == -INFINITY ? 0 : top;  // -inf: nothing seen so far
   const float factor = attention::exp2(old_top - base);
-  float sum = shared.sum[band][lane] * factor;
+  float exact = 0, rounded = 0;
+  uint2 probabilities[2];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float &v = x[i / 4][i % 4];
-    v = attention::exp2(v - base);
-    sum += v;
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) exact += x[half][i] = attention::exp2(x[half][i] - base);
+    probabilities[half] = {pack<T>(x[half][0], x[half][1]), pack<T>(x[half][2], x[half][3])};
+    const float2 low = unpack<T>(probabilities[half].x), high = unpack<T>(probabilities[half].y);
+    rounded += low.x + low.y + high.x + high.y;
   }
+  // Both sums over the four lanes of a row: even lanes end up with the exact one.
+  const bool odd = lane % 2;
+  float sum = (odd ? rounded : exact) + __shfl_xor_sync(~0u, odd ? exact : rounded, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
   const bool rescaled = __any_sync(~0u, factor != 1);
   __syncwarp();  // the partial scores and the old maximum are read
-  shared.sum[band][lane] = sum;
+  if (lane % 4 < 2) shared.sums[lane % 4][row] = shared.sums[lane % 4][row] * factor + sum;
   if (lane % 4 == 0) shared.top[row] = top, shared.factor[row] = factor;
   if (lane == 0) shared.rescaled[band] = rescaled;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    shared.probabilities(band, half, lane) = {pack<T>(x[half][0], x[half][1]),
-                                              pack<T>(x[half][2], x[half][3])};
+  for (int half = 0; half < 2; ++half) shared.probabilities(band, half, lane) = probabilities[half];
 }
 
 // out += probabilities x values for this warp's columns, 16 keys at a time. As matrices: 8 keys by
@@ -380,29 +386,22 @@ __device__ __forceinline__ void write_results(const Params &a, Shared<MTiles> &s
   const int lane = thread % 32, warp = thread / 32;
   const Block &block = shared.block;
   const int64_t first = block.request.b * a.rows + block.first_row;  // of B * rows
-  if (warp * 8 < block.rows) {
-    const int i = warp * 8 + lane / 4;
-    const float top = shared.top[i];
-    float sum = shared.sum[warp][lane];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (lane % 4 == 0 && i < block.rows) {
-      shared.norm[i] = sum > 0 ? read_kv_scale(a) / sum : 0;
-      if (a.splits > 1)
-        a.partial_lse[(first + i) * a.splits + block.split] = top + log2f(sum);
-      else if (a.p.lse != nullptr)
-        a.p.lse[first + i] = attention::natural_log(top, sum);
-    }
+  if (thread < block.rows) {
+    const float top = shared.top[thread], sum = shared.sums[0][thread];
+    if (a.splits > 1)
+      a.partial_lse[(first + thread) * a.splits + block.split] = top + log2f(sum);
+    else if (a.p.lse != nullptr)
+      a.p.lse[first + thread] = attention::natural_log(top, sum);
   }
-  __syncthreads();
   const int64_t first_partial =
       (block.request.b * a.splits + block.split) * a.rows + block.first_row;
   const int column = warp * kColumns + lane % 4 * 2;
+  const float kv_scale = read_kv_scale(a);
 #pragma unroll
   for (int band = 0; band < Shape<MTiles>::bands; ++band) {
     const int i = band * 8 + lane / 4;
     if (i >= block.rows) continue;
-    const float norm = shared.norm[i];
+    const float norm = shared.sums[1][i] > 0 ? kv_scale / shared.sums[1][i] : 0;
     float *partial = a.partial_out + (first_partial + i) * kLatent + column;
     T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
@@ -429,7 +428,6 @@ __global__ void __launch_bounds__(kThreads, MTiles == 4 ? 1 : 2)
   if (block.steps == 0) return write_nothing<T>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) set_up(a, block, shared);
-  if (thread / 32 < S::bands) shared.sum[thread / 32][thread % 32] = 0;
   __syncthreads();
   Loader{a, shared, 0, thread}.load_entry();
   Loader{a, shared, 1, thread}.load_entry();

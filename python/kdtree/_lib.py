@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from kdtree import _core as core
+    import kdtree._core as core
 else:
     try:
-        from kdtree import _core as core
+        import kdtree._core as core
     except ImportError as error:
 
         class _Unavailable:

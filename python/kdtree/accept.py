@@ -45,9 +45,7 @@ def tree_accept(
         tree.next_sibling,
         tree.num_nodes,
         target_predict,
-        None if out is None else out.accept_index,
-        None if out is None else out.accept_token_num,
-        None if out is None else out.accept_tokens,
+        out,
         stream,
     )
     return Accept(*fields) if out is None else out
@@ -102,9 +100,7 @@ def tree_accept_logits(
         temperature,
         seeds,
         vocab_size,
-        None if out is None else out.accept_index,
-        None if out is None else out.accept_token_num,
-        None if out is None else out.accept_tokens,
+        out,
         stream,
     )
     return Accept(*fields) if out is None else out

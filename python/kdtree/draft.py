@@ -50,9 +50,7 @@ def draft_topk(
         vocab_start,
         vocab_size,
         normalize,
-        None if out is None else out.logprobs,
-        None if out is None else out.ids,
-        None if out is None else out.lse,
+        out,
         stream,
     )
     return DraftTopK(logprobs, ids, lse) if out is None else out
@@ -88,9 +86,7 @@ def merge_topk(
         values,
         ids,
         lse,
-        None if out is None else out.logprobs,
-        None if out is None else out.ids,
-        None if out is None else out.lse,
+        out,
         stream,
     )
     return DraftTopK(logprobs, merged, total) if out is None else out

@@ -69,6 +69,24 @@ std::vector<int64_t> shape_of(const Array &array, int first, int last) {
   return std::vector<int64_t>(array.shape + first, array.shape + last);
 }
 
+// What an op returns: the fields of its record, in order.
+using Fields = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
+template <class... Arrays>
+Fields fields_of(const Arrays &...arrays) {
+  return nb::borrow<Fields>(nb::make_tuple(arrays.object...));
+}
+
+// A field of the caller's record `out`, or, where `out` is None, a new array.
+Array output_field(nb::handle out, const char *field, const Array &like,
+                   const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
+                   void *stream) {
+  const std::string name = std::string("out.") + field;
+  if (out.is_none()) return allocate(name.c_str(), like, shape, dtype, stream);
+  const nb::object given = out.attr(field);
+  if (given.is_none()) throw TypeError(name + ": expected an array, got None");
+  return output(name.c_str(), given, like, shape, shape_name, dtype, stream);
+}
+
 int64_t int_in(const char *name, nb::handle value, int64_t low, int64_t high) {
   const int64_t result = as_int(name, value);
   if (result < low || result > high)
@@ -81,9 +99,8 @@ int64_t vocab_size_of(nb::handle value) {
   return value.is_none() ? -1 : int_in("vocab_size", value, 0, INT64_MAX);
 }
 
-nb::tuple draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start,
-                     nb::handle vocab_size, nb::handle normalize, nb::handle out_logprobs,
-                     nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
+Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb::handle vocab_size,
+                  nb::handle normalize, nb::handle out, nb::handle stream_) {
   Array logits("logits", logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).same_device(logits);
   if (logits.ndim < 1) logits.rank(1, "[..., V]");
@@ -103,19 +120,18 @@ nb::tuple draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start,
 
   std::vector<int64_t> rows = shape_of(logits, 0, lead), rows_k = rows;
   rows_k.push_back(p.k);
-  Array logprobs =
-      output("out.logprobs", out_logprobs, logits, rows_k, "[..., k]", KDTREE_F32, stream);
-  Array ids = output("out.ids", out_ids, logits, rows_k, "[..., k]", KDTREE_I64, stream);
-  Array lse = output("out.lse", out_lse, logits, rows, "[...]", KDTREE_F32, stream);
+  Array logprobs = output_field(out, "logprobs", logits, rows_k, "[..., k]", KDTREE_F32, stream);
+  Array ids = output_field(out, "ids", logits, rows_k, "[..., k]", KDTREE_I64, stream);
+  Array lse = output_field(out, "lse", logits, rows, "[...]", KDTREE_F32, stream);
   p.logprobs = logprobs.as<float>();
   p.ids = ids.as<int64_t>();
   p.lse = lse.as<float>();
   call(kdtree_draft_topk, p, stream);
-  return nb::make_tuple(logprobs.object, ids.object, lse.object);
+  return fields_of(logprobs, ids, lse);
 }
 
-nb::tuple merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out_logprobs,
-                     nb::handle out_ids, nb::handle out_lse, nb::handle stream_) {
+Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out,
+                  nb::handle stream_) {
   Array values("values", values_, stream_);
   values.dtypes({KDTREE_F32}).same_device(values);
   if (values.ndim < 2) values.rank(2, "[S, ..., K]");
@@ -148,21 +164,20 @@ nb::tuple merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::h
 
   const std::vector<int64_t> rows = shape_of(values, 1, last),
                              rows_k = shape_of(values, 1, last + 1);
-  Array logprobs =
-      output("out.logprobs", out_logprobs, values, rows_k, "[..., K]", KDTREE_F32, stream);
-  Array merged = output("out.ids", out_ids, values, rows_k, "[..., K]", KDTREE_I64, stream);
-  Array total = output("out.lse", out_lse, values, rows, "[...]", KDTREE_F32, stream);
+  Array logprobs = output_field(out, "logprobs", values, rows_k, "[..., K]", KDTREE_F32, stream);
+  Array merged = output_field(out, "ids", values, rows_k, "[..., K]", KDTREE_I64, stream);
+  Array total = output_field(out, "lse", values, rows, "[...]", KDTREE_F32, stream);
   p.logprobs = logprobs.as<float>();
   p.out_ids = merged.as<int64_t>();
   p.out_lse = total.as<float>();
   call(kdtree_merge_topk, p, stream);
-  return nb::make_tuple(logprobs.object, merged.object, total.object);
+  return fields_of(logprobs, merged, total);
 }
 
-nb::tuple build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_tokens_,
-                       nb::handle prefix_lens_, nb::handle budget, nb::handle chain_seed,
-                       nb::handle node_cost, nb::handle base_cost, nb::handle out,
-                       nb::handle stream_) {
+Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_tokens_,
+                    nb::handle prefix_lens_, nb::handle budget, nb::handle chain_seed,
+                    nb::handle node_cost, nb::handle base_cost, nb::handle out,
+                    nb::handle stream_) {
   Array logprobs("logprobs", logprobs_, stream_);
   logprobs.dtypes({KDTREE_F32}).rank(3, "[B, L, K]").same_device(logprobs).dense_innermost();
   const int64_t batch = logprobs.shape[0], depth = logprobs.shape[1], k = logprobs.shape[2];
@@ -203,24 +218,19 @@ nb::tuple build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_to
   }
   void *stream = stream_of(stream_, logprobs);
 
-  const auto field = [&](const char *name, const char *full_name, int32_t dtype,
-                         bool per_slot = true) {
-    const std::vector<int64_t> shape =
-        per_slot ? std::vector<int64_t>{batch, qlen} : std::vector<int64_t>{batch};
-    const nb::object given = out.is_none() ? nb::none() : nb::object(out.attr(name));
-    if (!out.is_none() && given.is_none())
-      throw TypeError(std::string(full_name) + ": expected an array, got None");
-    return output(full_name, given, logprobs, shape, per_slot ? "[B, Q]" : "[B]", dtype, stream);
+  const std::vector<int64_t> slots = {batch, qlen};
+  const auto field = [&](const char *name, int32_t dtype) {
+    return output_field(out, name, logprobs, slots, "[B, Q]", dtype, stream);
   };
-  Array draft_tokens = field("draft_tokens", "out.draft_tokens", KDTREE_I64);
-  Array parents = field("parents", "out.parents", KDTREE_I32);
-  Array depths = field("depths", "out.depths", KDTREE_I32);
-  Array positions = field("positions", "out.positions", KDTREE_I64);
-  Array next_token = field("next_token", "out.next_token", KDTREE_I64);
-  Array next_sibling = field("next_sibling", "out.next_sibling", KDTREE_I64);
-  Array visibility = field("visibility", "out.visibility", KDTREE_I64);
-  Array scores = field("scores", "out.scores", KDTREE_F32);
-  Array num_nodes = field("num_nodes", "out.num_nodes", KDTREE_I32, false);
+  Array draft_tokens = field("draft_tokens", KDTREE_I64);
+  Array parents = field("parents", KDTREE_I32);
+  Array depths = field("depths", KDTREE_I32);
+  Array positions = field("positions", KDTREE_I64);
+  Array next_token = field("next_token", KDTREE_I64);
+  Array next_sibling = field("next_sibling", KDTREE_I64);
+  Array visibility = field("visibility", KDTREE_I64);
+  Array scores = field("scores", KDTREE_F32);
+  Array num_nodes = output_field(out, "num_nodes", logprobs, {batch}, "[B]", KDTREE_I32, stream);
   p.draft_tokens = draft_tokens.as<int64_t>();
   p.parents = parents.as<int32_t>();
   p.depths = depths.as<int32_t>();
@@ -231,13 +241,12 @@ nb::tuple build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_to
   p.scores = scores.as<float>();
   p.num_nodes = num_nodes.as<int32_t>();
   call(kdtree_build_ddtree, p, stream);
-  return nb::make_tuple(draft_tokens.object, parents.object, depths.object, positions.object,
-                        next_token.object, next_sibling.object, visibility.object, scores.object,
-                        num_nodes.object);
+  return fields_of(draft_tokens, parents, depths, positions, next_token, next_sibling, visibility,
+                   scores, num_nodes);
 }
 
-nb::tuple tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
-                     nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
+Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
+                  nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
   Array parents("parents", parents_, stream_);
   parents.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(parents).dense_innermost();
   const int64_t batch = parents.shape[0], qlen = parents.shape[1];
@@ -262,25 +271,21 @@ nb::tuple tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle pref
     id_matrix("draft_tokens", draft_tokens, parents, stream_, batch, qlen);
   void *stream = stream_of(stream_, parents);
 
-  const auto field = [&](const char *name, const char *full_name, int32_t dtype) {
-    const nb::object given = out.is_none() ? nb::none() : nb::object(out.attr(name));
-    if (!out.is_none() && given.is_none())
-      throw TypeError(std::string(full_name) + ": expected an array, got None");
-    return output(full_name, given, parents, {batch, qlen}, "[B, Q]", dtype, stream);
+  const auto field = [&](const char *name, int32_t dtype) {
+    return output_field(out, name, parents, {batch, qlen}, "[B, Q]", dtype, stream);
   };
-  Array depths = field("depths", "out.depths", KDTREE_I32);
-  Array positions = field("positions", "out.positions", KDTREE_I64);
-  Array next_token = field("next_token", "out.next_token", KDTREE_I64);
-  Array next_sibling = field("next_sibling", "out.next_sibling", KDTREE_I64);
-  Array visibility = field("visibility", "out.visibility", KDTREE_I64);
+  Array depths = field("depths", KDTREE_I32);
+  Array positions = field("positions", KDTREE_I64);
+  Array next_token = field("next_token", KDTREE_I64);
+  Array next_sibling = field("next_sibling", KDTREE_I64);
+  Array visibility = field("visibility", KDTREE_I64);
   p.depths = depths.as<int32_t>();
   p.positions = positions.as<int64_t>();
   p.next_token = next_token.as<int64_t>();
   p.next_sibling = next_sibling.as<int64_t>();
   p.visibility = visibility.as<int64_t>();
   call(kdtree_tree_links, p, stream);
-  return nb::make_tuple(depths.object, positions.object, next_token.object, next_sibling.object,
-                        visibility.object);
+  return fields_of(depths, positions, next_token, next_sibling, visibility);
 }
 
 nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle layout_,
@@ -561,25 +566,23 @@ WalkViews walk_views(nb::handle draft_tokens, nb::handle next_token, nb::handle 
 }
 
 template <class Params>
-nb::tuple run_accept(int (*op)(const Params *, void *), Params &p, const Array &like,
-                     nb::handle accept_index, nb::handle accept_token_num, nb::handle accept_tokens,
-                     void *stream) {
-  Array index = output("out.accept_index", accept_index, like, {p.batch, p.qlen}, "[B, Q]",
-                       KDTREE_I32, stream);
-  Array count =
-      output("out.accept_token_num", accept_token_num, like, {p.batch}, "[B]", KDTREE_I32, stream);
-  Array tokens = output("out.accept_tokens", accept_tokens, like, {p.batch, p.qlen}, "[B, Q]",
-                        KDTREE_I64, stream);
+Fields run_accept(int (*op)(const Params *, void *), Params &p, const Array &like, nb::handle out,
+                  void *stream) {
+  Array index =
+      output_field(out, "accept_index", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I32, stream);
+  Array count = output_field(out, "accept_token_num", like, {p.batch}, "[B]", KDTREE_I32, stream);
+  Array tokens =
+      output_field(out, "accept_tokens", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I64, stream);
   p.accept_index = index.as<int32_t>();
   p.accept_token_num = count.as<int32_t>();
   p.accept_tokens = tokens.as<int64_t>();
   call(op, p, stream);
-  return nb::make_tuple(index.object, count.object, tokens.object);
+  return fields_of(index, count, tokens);
 }
 
-nb::tuple tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
-                      nb::handle num_nodes, nb::handle target_predict, nb::handle accept_index,
-                      nb::handle accept_token_num, nb::handle accept_tokens, nb::handle stream_) {
+Fields tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
+                   nb::handle num_nodes, nb::handle target_predict, nb::handle out,
+                   nb::handle stream_) {
   Array target("target_predict", target_predict, stream_);
   target.dtypes({KDTREE_I32, KDTREE_I64}).rank(2, "[B, Q]").same_device(target).dense_innermost();
   const int64_t batch = target.shape[0], qlen = target.shape[1];
@@ -592,16 +595,13 @@ nb::tuple tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle
   p.target_predict = target.data;
   p.target_predict_stride_b = target.strides[0];
   p.target_predict_dtype = target.dtype;
-  return run_accept(kdtree_tree_accept, p, target, accept_index, accept_token_num, accept_tokens,
-                    stream_of(stream_, target));
+  return run_accept(kdtree_tree_accept, p, target, out, stream_of(stream_, target));
 }
 
-nb::tuple tree_accept_logits(nb::handle draft_tokens, nb::handle next_token,
-                             nb::handle next_sibling, nb::handle num_nodes, nb::handle positions,
-                             nb::handle logits_, nb::handle temperature, nb::handle seeds,
-                             nb::handle vocab_size, nb::handle accept_index,
-                             nb::handle accept_token_num, nb::handle accept_tokens,
-                             nb::handle stream_) {
+Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
+                          nb::handle num_nodes, nb::handle positions, nb::handle logits_,
+                          nb::handle temperature, nb::handle seeds, nb::handle vocab_size,
+                          nb::handle out, nb::handle stream_) {
   Array logits("logits", logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).rank(3, "[B, Q, V]").same_device(logits);
   logits.dense_innermost();
@@ -639,8 +639,7 @@ nb::tuple tree_accept_logits(nb::handle draft_tokens, nb::handle next_token,
     keep.push_back(vector_of("seeds", seeds, logits, stream_, batch, "[B]", {KDTREE_I64}));
     p.seeds = keep.back().as<int64_t>();
   }
-  return run_accept(kdtree_tree_accept_logits, p, logits, accept_index, accept_token_num,
-                    accept_tokens, stream_of(stream_, logits));
+  return run_accept(kdtree_tree_accept_logits, p, logits, out, stream_of(stream_, logits));
 }
 
 void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_lens,
@@ -778,9 +777,9 @@ NB_MODULE(_core, m) {
   });
   m.doc() = "The compiled part of kdtree; kdtree's own functions are the public API.";
   m.def("draft_topk", &draft_topk, arg("logits"), arg("k"), arg("vocab_start"), arg("vocab_size"),
-        arg("normalize"), arg("logprobs"), arg("ids"), arg("lse"), arg("stream"));
-  m.def("merge_topk", &merge_topk, arg("values"), arg("ids"), arg("lse"), arg("out_logprobs"),
-        arg("out_ids"), arg("out_lse"), arg("stream"));
+        arg("normalize"), arg("out"), arg("stream"));
+  m.def("merge_topk", &merge_topk, arg("values"), arg("ids"), arg("lse"), arg("out"),
+        arg("stream"));
   m.def("build_ddtree", &build_ddtree, arg("logprobs"), arg("ids"), arg("root_tokens"),
         arg("prefix_lens"), arg("budget"), arg("chain_seed"), arg("node_cost"), arg("base_cost"),
         arg("out"), arg("stream"));
@@ -795,12 +794,10 @@ NB_MODULE(_core, m) {
   m.def("verify_attn_workspace", &verify_attn_workspace, arg("batch"), arg("qlen"), arg("heads"),
         nb::arg("device_type"), nb::arg("device_id"));
   m.def("tree_accept", &tree_accept, arg("draft_tokens"), arg("next_token"), arg("next_sibling"),
-        arg("num_nodes"), arg("target_predict"), arg("accept_index"), arg("accept_token_num"),
-        arg("accept_tokens"), arg("stream"));
+        arg("num_nodes"), arg("target_predict"), arg("out"), arg("stream"));
   m.def("tree_accept_logits", &tree_accept_logits, arg("draft_tokens"), arg("next_token"),
         arg("next_sibling"), arg("num_nodes"), arg("positions"), arg("logits"), arg("temperature"),
-        arg("seeds"), arg("vocab_size"), arg("accept_index"), arg("accept_token_num"),
-        arg("accept_tokens"), arg("stream"));
+        arg("seeds"), arg("vocab_size"), arg("out"), arg("stream"));
   m.def("commit_kv", &commit_kv, arg("kv_caches"), arg("block_table"), arg("prefix_lens"),
         arg("accept_index"), arg("accept_token_num"), arg("cache_loc"), arg("stream"));
   m.def("device_info", &device_info, nb::arg("device_id"),

@@ -621,7 +621,7 @@ def test_scalars(call, name, value):
 
 
 @pytest.mark.parametrize("op", list(OPS))
-@pytest.mark.parametrize("stream", ["0", 1.5, -1, 2**70, object()], ids=str)
+@pytest.mark.parametrize("stream", ["0", 1.5, -1, 2**70, object()], ids=lambda x: type(x).__name__)
 def test_streams(call, stream):
     call.refused("stream", stream=stream)
 

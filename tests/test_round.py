@@ -136,6 +136,10 @@ def one_round(s: State, out: Result | None = None, **options: Any) -> Result:
 def first_column(ids: Any) -> Any:
     if hasattr(ids, "__getitem__"):
         return ids[..., 0]
+    if ids.__dlpack_device__()[0] != 1:
+        import cupy
+
+        return cupy.from_dlpack(ids)[..., 0]
     return DLPackArray(np.from_dlpack(ids)[..., 0])  # kdtree's own array object
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     import kdtree._core as core
 else:
+    import importlib
+
     try:
-        import kdtree._core as core
+        core = importlib.import_module("kdtree._core")
     except ImportError as error:
 
         class _Unavailable:

@@ -407,7 +407,7 @@ def build(d: Cpu) -> Iterator[Row]:
 
 
 def accept(d: Cpu) -> Iterator[Row]:
-    """tree_accept and tree_accept_logits, walks of 4 accepted tokens: bytes of the visited rows."""
+    """tree_accept, tree_accept_logits; up to 4 accepted tokens: bytes of the rows visited."""
     for B in (1,) if d.name == "cpu" or d.quick else (1, 8, 32):
         tree = kdtree.build_ddtree(*_drafts(d, B), budget=64)
         logits = d.normal(B, 65, VOCAB)

@@ -19,16 +19,41 @@ std::string type_text(nb::handle value) {
   return text_of(type.attr("__module__")) + "." + text_of(type.attr("__qualname__"));
 }
 
-// A class of a module that may not have been imported; then nothing is an instance of it.
-bool is_instance(nb::handle value, const char *module, const char *class_name) {
-  PyObject *modules = PyImport_GetModuleDict();  // borrowed
-  PyObject *found = PyDict_GetItemString(modules, module);
-  if (found == nullptr) return false;
-  nb::object type = nb::getattr(nb::handle(found), class_name, nb::none());
-  if (type.is_none()) return false;
-  const int result = PyObject_IsInstance(value.ptr(), type.ptr());
-  if (result < 0) PyErr_Clear();
-  return result == 1;
+// Whether one of the classes that `type` derives from is `module`.`name`; imports nothing.
+bool derives_from(nb::handle type, const char *module, const char *name) {
+  const nb::object bases = nb::getattr(type, "__mro__", nb::none());
+  if (!PyTuple_Check(bases.ptr())) return false;
+  for (nb::handle base : bases)
+    if (text_of(base.attr("__module__")) == module && text_of(base.attr("__name__")) == name)
+      return true;
+  return false;
+}
+
+// What the binding knows of a type; asked once, and the type is kept alive with the answer.
+struct Kind {
+  Library library = Library::dlpack;
+  bool cupy = false;
+  const dlpack::ExchangeApi *exchange = nullptr;
+};
+const Kind &kind_of(nb::handle value) {
+  static std::unordered_map<PyObject *, Kind> known;  // under the GIL
+  const nb::handle type = value.type();
+  const auto found = known.find(type.ptr());
+  if (found != known.end()) return found->second;
+  Kind kind;
+  if (derives_from(type, "numpy", "ndarray")) kind.library = Library::numpy;
+  if (derives_from(type, "torch", "Tensor")) kind.library = Library::torch;
+  kind.cupy = derives_from(type, "cupy", "ndarray");
+  if (nb::hasattr(type, "__dlpack_c_exchange_api__")) {
+    const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
+    auto api = static_cast<const dlpack::ExchangeApi *>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) PyErr_Clear();
+    while (api != nullptr && api->version.major != 1) api = api->previous;
+    kind.exchange = api;
+  }
+  type.inc_ref();
+  return known.emplace(type.ptr(), kind).first->second;
 }
 
 dlpack::DataType dlpack_dtype(int32_t dtype) {
@@ -84,32 +109,19 @@ std::string dlpack_dtype_text(dlpack::DataType t) {
   return text;
 }
 
-// NumPy's names, and those of ml_dtypes.
-int32_t dtype_of_name(const std::string &name) {
-  static const std::unordered_map<std::string, int32_t> names = {
-      {"int32", KDTREE_I32},     {"int64", KDTREE_I64},   {"float16", KDTREE_F16},
-      {"bfloat16", KDTREE_BF16}, {"float32", KDTREE_F32}, {"float8_e4m3fn", KDTREE_F8E4M3},
-      {"bool", kBool},           {"uint8", kUInt8}};
-  const auto found = names.find(name);
-  return found == names.end() ? kOther : found->second;
-}
-
-// A type's exchange API, or nullptr. Remembered per type; the type is kept alive with it.
-const dlpack::ExchangeApi *exchange_api(nb::handle type) {
-  static std::unordered_map<PyObject *, const dlpack::ExchangeApi *> known;  // under the GIL
-  const auto found = known.find(type.ptr());
-  if (found != known.end()) return found->second;
-  const dlpack::ExchangeApi *api = nullptr;
-  if (nb::hasattr(type, "__dlpack_c_exchange_api__")) {
-    nb::object capsule = type.attr("__dlpack_c_exchange_api__");
-    api = static_cast<const dlpack::ExchangeApi *>(
-        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (api == nullptr) PyErr_Clear();
-    while (api != nullptr && api->version.major != 1) api = api->previous;
+// The buffer protocol's format of one native number.
+int32_t dtype_of_format(const char *format) {
+  const char code = format == nullptr || format[0] == '\0' || format[1] != '\0' ? 0 : format[0];
+  switch (code) {
+    case 'i': return KDTREE_I32;
+    case 'l': return sizeof(long) == 8 ? KDTREE_I64 : KDTREE_I32;
+    case 'q': return KDTREE_I64;
+    case 'e': return KDTREE_F16;
+    case 'f': return KDTREE_F32;
+    case '?': return kBool;
+    case 'B': return kUInt8;
   }
-  type.inc_ref();
-  known.emplace(type.ptr(), api);
-  return api;
+  return kOther;
 }
 
 }  // namespace
@@ -139,13 +151,6 @@ static int64_t item_size_of(int32_t dtype) {
   return 1;
 }
 
-bool is_numpy(nb::handle value) {
-  return is_instance(value, "numpy", "ndarray");
-}
-bool is_torch(nb::handle value) {
-  return is_instance(value, "torch", "Tensor");
-}
-
 std::string shape_text(const int64_t *shape, int ndim) {
   std::string text = "[";
   for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
@@ -161,19 +166,7 @@ struct Array::BufferHolder {
 Array::Array(const char *name_, nb::handle value, nb::handle stream)
     : name(name_), object(nb::borrow(value)) {
   if (value.is_none()) throw TypeError(name + ": expected an array, got None");
-  if (is_torch(value)) {
-    library = Library::torch;
-    // What DLPack would refuse, or hand over as something else.
-    const auto flag = [&](const char *attribute) {
-      return nb::cast<bool>(nb::bool_(nb::object(value.attr(attribute))));
-    };
-    if (flag("requires_grad"))
-      throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
-    if (nb::cast<bool>(value.attr("is_conj")()) || nb::cast<bool>(value.attr("is_neg")()))
-      throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
-  } else {
-    library = is_numpy(value) ? Library::numpy : Library::dlpack;
-  }
+  library = kind_of(value).library;
   if (library == Library::numpy) {
     from_numpy(value);
   } else if (!from_exchange_api(value)) {
@@ -186,6 +179,14 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
   if (without_memory(*this))
     throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
                     " without (a fake or meta tensor)");
+  if (library == Library::torch) {
+    // What torch's export lets through although the memory is not the tensor.
+    const auto flag = [&](nb::object answer) { return answer.ptr() == Py_True; };
+    if (flag(value.attr("requires_grad")))
+      throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
+    if (flag(value.attr("is_neg")()) || (dtype == kOther && flag(value.attr("is_conj")())))
+      throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
+  }
   // An empty array may have no address; NULL would read as an argument left out.
   alignas(256) static char empty[256];
   if (data == nullptr) data = empty;
@@ -243,7 +244,7 @@ void Array::from_tensor(const dlpack::Tensor &tensor) {
 }
 
 bool Array::from_exchange_api(nb::handle value) {
-  const dlpack::ExchangeApi *api = exchange_api(value.type());
+  const dlpack::ExchangeApi *api = kind_of(value).exchange;
   if (api == nullptr || api->tensor_from_object == nullptr) return false;
   dlpack::Tensor tensor{};
   if (api->tensor_from_object(value.ptr(), &tensor) != 0)
@@ -252,17 +253,25 @@ bool Array::from_exchange_api(nb::handle value) {
   return true;
 }
 
-bool Array::from_numpy(nb::handle value) {
-  dtype_text = text_of(value.attr("dtype"));
-  dtype = nb::cast<bool>(value.attr("dtype").attr("isnative")) ? dtype_of_name(dtype_text) : kOther;
-  nb::object plain = nb::borrow(value);
-  if (dtype == KDTREE_BF16 || dtype == KDTREE_F8E4M3)  // not in the buffer protocol
-    plain = value.attr("view")(dtype == KDTREE_BF16 ? "uint16" : "uint8");
+void Array::from_numpy(nb::handle value) {
   auto holder = new BufferHolder;
-  if (PyObject_GetBuffer(plain.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
-    delete holder;
-    throw TypeError(name + ": expected an array of numbers, got " + dtype_text + " (" +
-                    take_error() + ")");
+  if (PyObject_GetBuffer(value.ptr(), &holder->view, PyBUF_FULL_RO) == 0) {
+    dtype = dtype_of_format(holder->view.format);
+    if (dtype == kOther) dtype_text = text_of(value.attr("dtype"));
+  } else {
+    // ml_dtypes' types are not in the buffer protocol: the same memory as plain bits.
+    PyErr_Clear();
+    dtype_text = text_of(value.attr("dtype"));
+    dtype = dtype_text == "bfloat16"        ? int32_t(KDTREE_BF16)
+            : dtype_text == "float8_e4m3fn" ? int32_t(KDTREE_F8E4M3)
+                                            : kOther;
+    const char *bits = nb::cast<int64_t>(value.attr("itemsize")) == 2 ? "uint16" : "uint8";
+    const nb::object plain = dtype == kOther ? nb::object() : value.attr("view")(bits);
+    if (dtype == kOther || PyObject_GetBuffer(plain.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
+      delete holder;
+      PyErr_Clear();
+      throw TypeError(name + ": expected an array of numbers, got dtype " + dtype_text);
+    }
   }
   buffer_ = holder;
   const Py_buffer &view = holder->view;
@@ -281,7 +290,6 @@ bool Array::from_numpy(nb::handle value) {
                        std::to_string(view.strides[i]) + " bytes in dimension " +
                        std::to_string(i));
   }
-  return true;
 }
 
 void Array::from_dlpack(nb::handle value, nb::handle stream) {
@@ -503,7 +511,7 @@ void *stream_of(nb::handle stream, const Array &like) {
     return pointer;
   }
   if (!like.on_cuda()) return nullptr;
-  const dlpack::ExchangeApi *api = exchange_api(like.object.type());
+  const dlpack::ExchangeApi *api = kind_of(like.object).exchange;
   if (api != nullptr && api->current_stream != nullptr) {
     void *current = nullptr;
     if (api->current_stream(like.device_type, like.device_id, &current) != 0)
@@ -515,7 +523,7 @@ void *stream_of(nb::handle stream, const Array &like) {
         nb::module_::import_("torch").attr("cuda").attr("current_stream")(like.device_id);
     return PyLong_AsVoidPtr(nb::object(current.attr("cuda_stream")).ptr());
   }
-  if (is_instance(like.object, "cupy", "ndarray")) {
+  if (kind_of(like.object).cupy) {
     const nb::object current =
         nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
     return PyLong_AsVoidPtr(nb::object(current.attr("ptr")).ptr());
@@ -550,7 +558,8 @@ double as_float(const char *name, nb::handle value) {
 
 bool as_bool(const char *name, nb::handle value) {
   if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
-  if (is_instance(value, "numpy", "bool_")) return PyObject_IsTrue(value.ptr()) == 1;
+  if (derives_from(value.type(), "numpy", "bool") || derives_from(value.type(), "numpy", "bool_"))
+    return PyObject_IsTrue(value.ptr()) == 1;
   throw TypeError(std::string(name) + ": expected a bool, got " + type_text(value));
 }
 

@@ -33,7 +33,7 @@ class Array {
   int64_t shape[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};  // in elements; those of dimensions of size 1 are made dense
   int32_t dtype = kOther;
-  std::string dtype_text;  // for errors, where dtype is kOther
+  std::string dtype_text;  // where dtype is kOther
   int64_t item_size = 0;
   int32_t device_type = 1, device_id = 0;
   bool readonly = false;
@@ -74,7 +74,7 @@ class Array {
 
   void from_tensor(const dlpack::Tensor &tensor);
   bool from_exchange_api(nb::handle value);
-  bool from_numpy(nb::handle value);
+  void from_numpy(nb::handle value);
   void from_dlpack(nb::handle value, nb::handle stream);
 };
 
@@ -105,9 +105,5 @@ void *stream_of(nb::handle stream, const Array &like);
 int64_t as_int(const char *name, nb::handle value);
 double as_float(const char *name, nb::handle value);
 bool as_bool(const char *name, nb::handle value);
-
-// Tells apart NumPy arrays and torch tensors without importing either.
-bool is_numpy(nb::handle value);
-bool is_torch(nb::handle value);
 
 }  // namespace kdtree::python

@@ -253,11 +253,14 @@ typedef struct kdtree_verify_attn_params {
   int64_t workspace_bytes;
 } kdtree_verify_attn_params;
 
-/* ---- verify_attn_workspace: bytes that are enough for every length and every kv_split. */
+/* ---- verify_attn_workspace: bytes that are enough for every length, and for every kv_split unless
+ * no_kv_split says that it stays 0. CPU memory needs none. */
 typedef struct kdtree_verify_attn_workspace_params {
   int64_t struct_size;
   int32_t device_type, device_id;
   int64_t batch, qlen, heads;
+  int32_t no_kv_split; /* bool */
+  int32_t reserved;
   int64_t *bytes; /* out, on the host */
 } kdtree_verify_attn_workspace_params;
 
@@ -370,7 +373,7 @@ typedef struct kdtree_device_info_params {
   int32_t num_sms;
   int64_t total_memory;
   char name[256];
-  char path[16];    /* out: "sm90", "sm80", or "" when this build has no code for the GPU */
+  char path[16];    /* out: "sm80", or "" when this build has no code for the GPU */
   char reason[256]; /* out: why path is empty or device_count is 0 */
 } kdtree_device_info_params;
 KDTREE_API int kdtree_device_info(kdtree_device_info_params *params);

@@ -31,8 +31,8 @@ void tree_accept(const kdtree_tree_accept_params &p, Stream stream);
 void tree_accept_logits(const kdtree_tree_accept_logits_params &p, Stream stream);
 void commit_kv(const kdtree_commit_kv_params &p, Stream stream);
 
-// Bytes that verify_attn needs on the current device, for every length and every kv_split.
-int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads);
+// Bytes that verify_attn needs on the current device, for every length; `pinned`: with a kv_split.
+int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads, bool pinned);
 }  // namespace cuda
 
 }  // namespace kdtree

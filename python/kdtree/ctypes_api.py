@@ -788,7 +788,7 @@ def verify_attn(
     if _bool("return_lse", return_lse) or lse is not None:
         lse = call.output("lse", "lse", lse, "float32", "B Q H")
     if workspace is None and call.device[0] == _CUDA:
-        workspace = _workspace(call)
+        workspace = _workspace(call, no_kv_split=kv_split is None)
     if workspace is not None:
         scratch = _view("workspace", workspace, writable=True)
         scratch.expect(("uint8",), call.device)
@@ -799,9 +799,10 @@ def verify_attn(
     return (result, lse) if return_lse else result
 
 
-def _workspace(call: _Call) -> Any:
+def _workspace(call: _Call, no_kv_split: bool) -> Any:
     torch = sys.modules["torch"]
-    size = _workspace_bytes(call.sizes["B"], call.sizes["Q"], call.sizes["H"], call.device)
+    sizes = call.sizes["B"], call.sizes["Q"], call.sizes["H"]
+    size = _workspace_bytes(*sizes, call.device, no_kv_split)
     scratch = torch.empty(size, dtype=torch.uint8, device=call.like.owner.device)
     if call.stream != torch.cuda.current_stream(call.device[1]).cuda_stream:
         # torch's allocator must learn of a stream that is not its current one.
@@ -809,10 +810,13 @@ def _workspace(call: _Call) -> Any:
     return scratch
 
 
-def _workspace_bytes(batch: int, qlen: int, heads: int, device: tuple[int, int]) -> int:
+def _workspace_bytes(
+    batch: int, qlen: int, heads: int, device: tuple[int, int], no_kv_split: bool = False
+) -> int:
     params = _new("kdtree_verify_attn_workspace_params")
     params.device_type, params.device_id = device
     params.batch, params.qlen, params.heads = batch, qlen, heads
+    params.no_kv_split = no_kv_split
     size = ctypes.c_int64()
     params.bytes = ctypes.addressof(size)
     _check(library().kdtree_verify_attn_workspace(ctypes.byref(params), None))

@@ -7,8 +7,12 @@
 
 using namespace kdtree;
 
-extern "C" int kdtree_abi_version(void) { return KDTREE_ABI_VERSION; }
-extern "C" int kdtree_max_qlen(void) { return KDTREE_MAX_QLEN; }
+extern "C" int kdtree_abi_version(void) {
+  return KDTREE_ABI_VERSION;
+}
+extern "C" int kdtree_max_qlen(void) {
+  return KDTREE_MAX_QLEN;
+}
 
 extern "C" const char *kdtree_status_string(int status) {
   switch (status) {
@@ -23,7 +27,9 @@ extern "C" const char *kdtree_status_string(int status) {
   return "unknown status";
 }
 
-extern "C" const char *kdtree_last_error(void) { return capi::last_error_message(); }
+extern "C" const char *kdtree_last_error(void) {
+  return capi::last_error_message();
+}
 
 extern "C" const char *kdtree_build_info(void) {
   return "{\"version\": \"" KDTREE_VERSION "\", \"commit\": \"" KDTREE_COMMIT

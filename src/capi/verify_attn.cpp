@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "capi/check.h"
@@ -193,7 +194,7 @@ static bool check_verify_attn(Params &p, Device device) {
 
 // The bytes depend on the device, which is current only here.
 static void verify_attn_on_cuda(const Params &p, Stream stream) {
-  const int64_t bytes = cuda::verify_attn_workspace(p.batch, p.qlen, p.heads);
+  const int64_t bytes = cuda::verify_attn_workspace(p.batch, p.qlen, p.heads, p.kv_split > 0);
   if (p.workspace_bytes < bytes)
     throw ValueError("workspace: expected at least " + std::to_string(bytes) +
                      " bytes (verify_attn_workspace), got " + std::to_string(p.workspace_bytes));
@@ -210,7 +211,9 @@ static void verify_attn_workspace(const kdtree_verify_attn_workspace_params *par
   int64_t bytes = 0;
   if (device == Device::cuda && p.batch > 0) {
     DeviceGuard guard(device, p.device_id);
-    bytes = cuda::verify_attn_workspace(p.batch, p.qlen, p.heads);
+    bytes = cuda::verify_attn_workspace(p.batch, p.qlen, p.heads, false);
+    if (!p.no_kv_split)
+      bytes = std::max(bytes, cuda::verify_attn_workspace(p.batch, p.qlen, p.heads, true));
   }
   *p.bytes = bytes;
 }

@@ -45,8 +45,8 @@ int enter_device(int32_t device_id) {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
     cudaGetLastError();
-    throw Error{KDTREE_ERROR_NO_CODE, std::string("no usable CUDA driver or GPU: ") +
-                                          cudaGetErrorString(error)};
+    throw Error{KDTREE_ERROR_NO_CODE,
+                std::string("no usable CUDA driver or GPU: ") + cudaGetErrorString(error)};
   }
   if (device_id >= count)
     throw Error{KDTREE_ERROR_NO_CODE, "device_id: expected below " + std::to_string(count) +
@@ -109,8 +109,9 @@ void device_info(kdtree_device_info_params &info) {
   info.total_memory = static_cast<int64_t>(properties.totalGlobalMem);
   try {
     leave_device(enter_device(info.device_id));
-    std::snprintf(info.path, sizeof(info.path), "%s",
-                  current_path() == Path::sm90 ? "sm90" : "sm80");
+    switch (current_path()) {
+      case Path::sm80: std::snprintf(info.path, sizeof(info.path), "sm80");
+    }
   } catch (const Error &e) {
     std::snprintf(info.reason, sizeof(info.reason), "%s", e.message.c_str());
   }

@@ -12,11 +12,11 @@ namespace kdtree::cuda {
 int enter_device(int32_t device_id);
 void leave_device(int previous) noexcept;
 
-// The attention path of a device.
-enum class Path { sm80, sm90 };
-// Of the current device; KDTREE_FORCE_PATH=sm80 forces the portable one.
-Path current_path();
-int num_sms();  // of the current device
+// The attention kernels that a device takes; KDTREE_FORCE_PATH=sm80 forces the portable ones. The
+// only ones so far.
+enum class Path { sm80 };
+Path current_path();  // of the current device
+int num_sms();        // of the current device
 
 void device_info(kdtree_device_info_params &info);
 void *allocate(int64_t bytes, void *stream);

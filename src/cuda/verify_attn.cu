@@ -12,16 +12,12 @@ static attention::Schedule schedule_for(int64_t batch, int64_t qlen, int64_t hea
                              sm80::blocks_per_sm(rows), num_sms());
 }
 
-int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads) {
-  return std::max(schedule_for(batch, qlen, heads, false).workspace_bytes,
-                  schedule_for(batch, qlen, heads, true).workspace_bytes);
+int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads, bool pinned) {
+  return schedule_for(batch, qlen, heads, pinned).workspace_bytes;
 }
 
 void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   const attention::Schedule s = schedule_for(p.batch, p.qlen, p.heads, p.kv_split > 0);
-  if (p.workspace_bytes < s.workspace_bytes)
-    throw ValueError("workspace: expected at least " + std::to_string(s.workspace_bytes) +
-                     " bytes, got " + std::to_string(p.workspace_bytes));
   const int64_t blocks = p.batch * s.splits * s.tiles;
   if (blocks > INT32_MAX || p.batch * s.rows > INT32_MAX)
     throw ValueError("batch: expected fewer than 2^31 rows (batch * qlen * heads), got batch " +
@@ -32,7 +28,9 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   while (int64_t(1) << a.page_shift < p.page_size) ++a.page_shift;
   a.partial_out = static_cast<float *>(p.workspace);
   a.partial_lse = a.partial_out + p.batch * s.splits * s.rows * attention::kLatent;
-  sm80::attention(a, stream);
+  switch (current_path()) {
+    case Path::sm80: sm80::attention(a, stream);
+  }
   if (s.splits > 1) attention::combine(a, stream);
 }
 

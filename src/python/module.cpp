@@ -351,7 +351,7 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
 }
 
 int64_t verify_attn_workspace(nb::handle batch, nb::handle qlen, nb::handle heads,
-                              int32_t device_type, int32_t device_id) {
+                              int32_t device_type, int32_t device_id, bool no_kv_split) {
   kdtree_verify_attn_workspace_params p{};
   int64_t bytes = 0;
   p.struct_size = sizeof(p);
@@ -360,6 +360,7 @@ int64_t verify_attn_workspace(nb::handle batch, nb::handle qlen, nb::handle head
   p.batch = as_int("B", batch);
   p.qlen = as_int("Q", qlen);
   p.heads = as_int("H", heads);
+  p.no_kv_split = no_kv_split;
   p.bytes = &bytes;
   throw_status(kdtree_verify_attn_workspace(&p, nullptr));
   return bytes;
@@ -529,7 +530,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     int64_t needed = 0;
     if (q.on_cuda() && batch > 0)
       needed = verify_attn_workspace(nb::int_(batch), nb::int_(qlen), nb::int_(heads),
-                                     q.device_type, q.device_id);
+                                     q.device_type, q.device_id, p.kv_split == 0);
     Workspace scratch(q, needed, stream, !stream_.is_none());
     p.workspace = scratch.data;
     p.workspace_bytes = needed;
@@ -792,7 +793,7 @@ NB_MODULE(_core, m) {
         arg("kv_scale"), arg("kv_split"), arg("kv_indptr"), arg("kv_indices"), arg("out"),
         arg("lse"), arg("return_lse"), arg("workspace"), arg("stream"));
   m.def("verify_attn_workspace", &verify_attn_workspace, arg("batch"), arg("qlen"), arg("heads"),
-        nb::arg("device_type"), nb::arg("device_id"));
+        nb::arg("device_type"), nb::arg("device_id"), nb::arg("no_kv_split") = false);
   m.def("tree_accept", &tree_accept, arg("draft_tokens"), arg("next_token"), arg("next_sibling"),
         arg("num_nodes"), arg("target_predict"), arg("out"), arg("stream"));
   m.def("tree_accept_logits", &tree_accept_logits, arg("draft_tokens"), arg("next_token"),

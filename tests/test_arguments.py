@@ -320,7 +320,10 @@ def test_more_leading_dimensions_than_there_can_be(call):
 @pytest.mark.parametrize(("op", "name"), INPUTS)
 def test_input_of_another_shape(call, name):
     x = call.valid[name]
-    for dim in set(range(x.ndim)) - call.op.free.get(name, set()):
+    free = call.op.free.get(name, set())
+    if name == "tree.visibility" and call.backend.cuda:
+        free = free | {1}  # the caller's `out` of layout "full" may be of any size: Q is too
+    for dim in set(range(x.ndim)) - free:
         for other in (np.repeat(x, 2, axis=dim), np.take(x, [], axis=dim)):
             # Another batch size or width may be named by the argument that disagrees with it.
             with pytest.raises((ValueError, TypeError), match="expected"):

@@ -74,37 +74,15 @@ void check_pointer(const char *name, const void *ptr, int64_t alignment) {
                      std::to_string(reinterpret_cast<uintptr_t>(ptr) % alignment) + " past");
 }
 
-int64_t dtype_size(int32_t dtype) {
-  switch (dtype) {
-    case KDTREE_I64: return 8;
-    case KDTREE_I32:
-    case KDTREE_F32: return 4;
-    case KDTREE_F16:
-    case KDTREE_BF16: return 2;
-    case KDTREE_F8E4M3: return 1;
-  }
-  return 0;
-}
-
-static const char *dtype_name(int32_t dtype) {
-  switch (dtype) {
-    case KDTREE_I32: return "int32";
-    case KDTREE_I64: return "int64";
-    case KDTREE_F16: return "float16";
-    case KDTREE_BF16: return "bfloat16";
-    case KDTREE_F32: return "float32";
-    case KDTREE_F8E4M3: return "float8_e4m3fn";
-  }
-  return "an unknown dtype";
-}
-
 void check_dtype(const char *name, int32_t dtype, std::initializer_list<kdtree_dtype> allowed) {
   std::string names;
   for (kdtree_dtype one : allowed) {
     if (dtype == one) return;
     names += (names.empty() ? "" : " or ") + std::string(dtype_name(one));
   }
-  throw TypeError(std::string(name) + ": expected " + names + ", got " + dtype_name(dtype));
+  throw TypeError(
+      std::string(name) + ": expected " + names + ", got " +
+      (dtype_name(dtype) != nullptr ? dtype_name(dtype) : "number " + std::to_string(dtype)));
 }
 
 Extent extent(const char *name, const void *ptr, int64_t element_size,

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "dtype.h"
 #include "error.h"
 #include "kdtree.h"
 #include "ops.h"
@@ -88,7 +89,6 @@ void check_range(const char *name, int64_t value, int64_t low, int64_t high);
 void check_pointer(const char *name, const void *ptr, int64_t alignment);
 // One of the dtypes given.
 void check_dtype(const char *name, int32_t dtype, std::initializer_list<kdtree_dtype> allowed);
-int64_t dtype_size(int32_t dtype);
 
 // ---- overlap of outputs with inputs and with each other
 // The bytes that an array spans, from its dims and strides in elements (any sign).

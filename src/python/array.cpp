@@ -127,28 +127,10 @@ int32_t dtype_of_format(const char *format) {
 }  // namespace
 
 const char *dtype_text(int32_t dtype) {
-  switch (dtype) {
-    case KDTREE_I32: return "int32";
-    case KDTREE_I64: return "int64";
-    case KDTREE_F16: return "float16";
-    case KDTREE_BF16: return "bfloat16";
-    case KDTREE_F32: return "float32";
-    case KDTREE_F8E4M3: return "float8_e4m3fn";
-    case kBool: return "bool";
-    case kUInt8: return "uint8";
-  }
-  return "another dtype";
-}
-
-static int64_t item_size_of(int32_t dtype) {
-  switch (dtype) {
-    case KDTREE_I64: return 8;
-    case KDTREE_I32:
-    case KDTREE_F32: return 4;
-    case KDTREE_F16:
-    case KDTREE_BF16: return 2;
-  }
-  return 1;
+  if (dtype == kBool) return "bool";
+  if (dtype == kUInt8) return "uint8";
+  const char *name = dtype_name(dtype);
+  return name != nullptr ? name : "another dtype";
 }
 
 std::string shape_text(const int64_t *shape, int ndim) {
@@ -425,7 +407,7 @@ static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &sh
     int32_t device_type, device_id;
     void *memory;
   };
-  int64_t bytes = item_size_of(dtype);
+  int64_t bytes = dtype == kBool ? 1 : dtype_size(dtype);
   for (int64_t size : shape) bytes *= size;
   auto owned = new Owned{like.device_type, like.device_id, nullptr};
   nb::capsule owner(owned, [](void *p) noexcept {

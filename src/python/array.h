@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "dtype.h"
 #include "error.h"
 #include "kdtree.h"
 #include "python/dlpack.h"

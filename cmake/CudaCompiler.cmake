@@ -12,24 +12,35 @@ if(NOT DEFINED CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     if(text MATCHES "release 13\\.0")
       set(CMAKE_CUDA_COMPILER "${nvcc}")
       # The packages ship lib/ where nvcc looks in lib64/.
-      string(APPEND CMAKE_CUDA_FLAGS_INIT " -L${prefix}/nvidia/cu13/lib")
+      string(APPEND CMAKE_CUDA_FLAGS_INIT " \"-L${prefix}/nvidia/cu13/lib\"")
       break()
     endif()
     message(STATUS "kdtree: passing over ${nvcc}: not release 13.0")
   endforeach()
 endif()
 
-# KDTREE_CUDA_ARCH: compute capabilities without the dot, e.g. 120 or "90;120".
+# KDTREE_CUDA_ARCH: compute capabilities without the dot, e.g. 120 or "90;120"; 120-virtual is PTX,
+# which drivers compile for what comes after 12.0. "release" is what the published wheels hold: of
+# each family its first member (8.6 runs 8.0's code, 10.3 runs 10.0's, 12.1 runs 12.0's), 8.9 for its
+# fp8 conversions, and the PTX of the newest.
+set(KDTREE_RELEASE_ARCH "80;89;90;100;120;120-virtual")
 set(KDTREE_CUDA_ARCH "90;120" CACHE STRING "GPU architectures to compile for")
-string(REPLACE "," ";" KDTREE_CUDA_ARCH "${KDTREE_CUDA_ARCH}")
+if(KDTREE_CUDA_ARCH STREQUAL "release")
+  set(kdtree_archs "${KDTREE_RELEASE_ARCH}")
+else()
+  string(REPLACE "," ";" kdtree_archs "${KDTREE_CUDA_ARCH}")
+endif()
 set(CMAKE_CUDA_ARCHITECTURES "")
-foreach(arch IN LISTS KDTREE_CUDA_ARCH)
-  if(NOT arch MATCHES "^[0-9]+[af]?$")
-    message(FATAL_ERROR "KDTREE_CUDA_ARCH: expected e.g. 120 or 90;120, got '${KDTREE_CUDA_ARCH}'")
+foreach(arch IN LISTS kdtree_archs)
+  if(NOT arch MATCHES "^[0-9]+[af]?(-virtual)?$")
+    message(FATAL_ERROR "KDTREE_CUDA_ARCH: expected e.g. 120, 90;120 or 120;120-virtual, got '${KDTREE_CUDA_ARCH}'")
   endif()
-  # sm_90's wgmma and setmaxnreg exist only in its "a" target; nothing else runs 9.0 code.
-  string(REGEX REPLACE "^90$" "90a" arch "${arch}")
-  list(APPEND CMAKE_CUDA_ARCHITECTURES "${arch}-real")
+  if(NOT arch MATCHES "-virtual$")
+    # sm_90's wgmma and setmaxnreg exist only in its "a" target; nothing else runs 9.0 code.
+    string(REGEX REPLACE "^90$" "90a" arch "${arch}")
+    string(APPEND arch "-real")
+  endif()
+  list(APPEND CMAKE_CUDA_ARCHITECTURES "${arch}")
 endforeach()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)

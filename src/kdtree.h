@@ -330,7 +330,7 @@ typedef struct kdtree_commit_kv_params {
   int64_t num_layers;
   int64_t num_pages, page_size, row_elements; /* row_elements D */
   int64_t kv_stride_page, kv_stride_row;
-  int64_t element_size;       /* bytes: 1, 2, 4 or 8 */
+  int64_t element_size;       /* bytes: 1, 2, 4, 8 or 16 */
   const int32_t *block_table; /* [B,M] or NULL */
   int64_t block_table_stride_b, block_table_width;
   const int32_t *prefix_lens; /* [B]; NULL allowed with cache_loc */
@@ -373,7 +373,7 @@ typedef struct kdtree_device_info_params {
   int32_t num_sms;
   int64_t total_memory;
   char name[256];
-  char path[16];    /* out: "sm80", or "" when this build has no code for the GPU */
+  char path[16];    /* out: "sm90", "sm80", or "" when this build has no code for the GPU */
   char reason[256]; /* out: why path is empty or device_count is 0 */
 } kdtree_device_info_params;
 KDTREE_API int kdtree_device_info(kdtree_device_info_params *params);

@@ -7,6 +7,7 @@ import itertools
 import kdtree
 import numpy as np
 import pytest
+from kdtree import ctypes_api
 from support import (
     ATTN_ERROR,
     BF16,
@@ -19,7 +20,9 @@ from support import (
     assert_close,
     assert_same,
     attn_case,
+    backends,
     check_attn,
+    devices,
     relative_error,
     run_attn,
     skip_unsupported,
@@ -32,6 +35,28 @@ PREFIXES = [[0], [1], [62], [63], [64], [65], [66], [1000], [8192], RAGGED]
 PAGES = [1, 16, 64, 128]
 DTYPES = [(BF16, BF16), (F16, F16), (BF16, FP8), (F16, FP8)]
 VISIBILITY = ["tree", "any", "causal"]
+
+
+def with_paths(backends):
+    """The backends, and the CUDA ones again with the portable kernels where the GPU has its own."""
+    for backend in backends:
+        yield pytest.param((backend, ""), id=backend.name)
+        if backend.cuda and ctypes_api.device_info(0)["path"] != "sm80":
+            yield pytest.param((backend, "sm80"), id=f"{backend.name}-sm80")
+
+
+@pytest.fixture(params=with_paths(backends()))
+def backend(request, monkeypatch):
+    backend, path = request.param
+    monkeypatch.setenv("KDTREE_FORCE_PATH", path)
+    return backend
+
+
+@pytest.fixture(params=with_paths(devices()))
+def device(request, monkeypatch):
+    backend, path = request.param
+    monkeypatch.setenv("KDTREE_FORCE_PATH", path)
+    return backend
 
 
 def grid():

@@ -11,14 +11,13 @@ one device, and returns arrays of the same library. Importing this module import
 nor torch and touches no CUDA state.
 """
 
+from kdtree._version import __version__ as __version__
 from kdtree.accept import tree_accept, tree_accept_logits
 from kdtree.attention import verify_attn, verify_attn_workspace
 from kdtree.commit import commit_kv
 from kdtree.draft import draft_topk, merge_topk
 from kdtree.records import Accept, DraftTopK, Tree
 from kdtree.tree import build_ddtree, expand_mask, tree_links
-
-__version__ = "0.1.0"
 
 #: Most tree slots of a request, root included: 64 nodes fit one 64-bit ancestor word.
 MAX_QLEN = 65

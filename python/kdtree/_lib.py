@@ -6,6 +6,8 @@ A load failure is kept and raised, with its cause, at the first use: `import kdt
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -55,4 +57,17 @@ def record(name: str, value: object, kind: type[RecordT]) -> RecordT:
     return value
 
 
-__all__ = ["Array", "ArrayT", "Stream", "core", "record"]
+def parse_device(device: object) -> tuple[int, int]:
+    """DLPack's (device type, ordinal) of a torch.device, "cpu" or "cuda:N"."""
+    found = re.fullmatch(r"cpu(?::0)?|cuda(?::([0-9]{1,9}))?", str(device))
+    if found is None:
+        raise ValueError(f"device: expected a torch.device, 'cpu' or 'cuda:N', got {device!r}")
+    if found[0].startswith("cpu"):
+        return 1, 0
+    if found[1] is not None:
+        return 2, int(found[1])
+    torch = sys.modules.get("torch")  # its current device, as torch.device("cuda") means it
+    return 2, torch.cuda.current_device() if torch and torch.cuda.is_available() else 0
+
+
+__all__ = ["Array", "ArrayT", "Stream", "core", "parse_device", "record"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Literal, overload
 
-from kdtree._lib import Array, ArrayT, Stream, core
+from kdtree._lib import Array, ArrayT, Stream, core, parse_device
 
 __all__ = ["verify_attn", "verify_attn_workspace"]
 
@@ -147,12 +146,4 @@ def verify_attn_workspace(B: int, Q: int, H: int, device: Any) -> int:
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    kind, _, index = str(device).partition(":")
-    if kind == "cpu":
-        return core.verify_attn_workspace(B, Q, H, 1, 0)
-    if kind != "cuda" or not (index.isdigit() or index == ""):
-        raise ValueError(f"device: expected a torch.device, 'cpu' or 'cuda:N', got {device!r}")
-    if index == "":  # torch's current device, as torch.device("cuda") means it
-        torch = sys.modules.get("torch")
-        index = str(torch.cuda.current_device()) if torch is not None else "0"
-    return core.verify_attn_workspace(B, Q, H, 2, int(index))
+    return core.verify_attn_workspace(B, Q, H, *parse_device(device))

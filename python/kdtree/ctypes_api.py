@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kdtree
+from kdtree._lib import parse_device
 from kdtree.records import Accept, DraftTopK, Tree
 
 __all__ = [
@@ -325,6 +326,8 @@ def _instance(value: object, module: str, name: str) -> bool:
 
 def _view(name: str, x: Any, *, writable: bool = False) -> _View:
     if _instance(x, "numpy", "ndarray"):
+        if x.dtype.hasobject:
+            raise TypeError(f"{name}: expected an array of numbers, got dtype {x.dtype}")
         if any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name}: expected strides in whole elements, got {x.strides} bytes")
         data, readonly = x.__array_interface__["data"]
@@ -342,7 +345,9 @@ def _view(name: str, x: Any, *, writable: bool = False) -> _View:
             raise TypeError(f"{name}: expected CPU or CUDA memory, got {x.device}")
         try:
             data = x.data_ptr()
-        except RuntimeError as error:  # a fake tensor
+            if data == x.storage_offset() * x.element_size():  # a fake tensor: no storage under it
+                data = 0
+        except RuntimeError as error:
             raise TypeError(f"{name}: expected a tensor with memory, got: {error}") from error
         strides, dtype = list(x.stride()), str(x.dtype).removeprefix("torch.")
         item_size = x.element_size()
@@ -368,13 +373,15 @@ def _stream(stream: Any, device: tuple[int, int]) -> int | None:
     if hasattr(stream, "cuda_stream"):
         handle = stream.cuda_stream
     elif hasattr(stream, "__cuda_stream__"):
-        handle = stream.__cuda_stream__()[1]
+        protocol = stream.__cuda_stream__
+        pair = protocol() if callable(protocol) else protocol  # (version, handle)
+        handle = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     if isinstance(handle, bool) or not isinstance(handle, int):
         raise TypeError(
             "stream: expected an int handle or an object with cuda_stream or __cuda_stream__, "
             f"got {type(stream).__qualname__}"
         )
-    if handle < 0:
+    if not 0 <= handle < 1 << 64:
         raise ValueError(f"stream: expected a cudaStream_t handle, got {handle}")
     return handle
 
@@ -676,7 +683,11 @@ def tree_links(
     call.set(batch=call.sizes["B"], qlen=call.sizes["Q"])
     fields = _tree_outputs(call, out, _LINKS)
     call.run()
-    return Tree(**fields, parents=parents, num_nodes=num_nodes, draft_tokens=draft_tokens)
+    fields |= {"parents": parents, "num_nodes": num_nodes, "draft_tokens": draft_tokens}
+    tree = Tree() if out is None else out
+    for name in vars(tree):
+        setattr(tree, name, fields.get(name))
+    return tree
 
 
 def expand_mask(
@@ -825,17 +836,10 @@ def _workspace_bytes(
 
 def verify_attn_workspace(B: int, Q: int, H: int, device: Any) -> int:
     """`kdtree.verify_attn_workspace` through the C ABI."""
-    kind, _, index = str(device).partition(":")
-    if kind not in ("cpu", "cuda") or not (index.isdigit() or index == ""):
-        raise ValueError(f"device: expected a torch.device, 'cpu' or 'cuda:N', got {device!r}")
-    if kind == "cuda" and index == "":
-        torch = sys.modules.get("torch")
-        index = "0" if torch is None else str(torch.cuda.current_device())
     sizes = [
         _int(name, value, -_I64 - 1, _I64) for name, value in zip("BQH", (B, Q, H), strict=True)
     ]
-    place = (_CPU, 0) if kind == "cpu" else (_CUDA, int(index))
-    return _workspace_bytes(sizes[0], sizes[1], sizes[2], place)
+    return _workspace_bytes(sizes[0], sizes[1], sizes[2], parse_device(device))
 
 
 def tree_accept(

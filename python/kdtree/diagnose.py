@@ -119,6 +119,7 @@ def text(facts: dict[str, Any]) -> str:
     if facts["loaded"]:
         lines = [f"{name} loaded OK. MAX_QLEN={facts['max_qlen']}"]
         archs = ", ".join(f"sm_{arch}" for arch in facts["cuda_archs"].split(","))
+        archs = re.sub(r"sm_(\d+)-virtual", r"compute_\1 (PTX)", archs)
         rows = [
             (
                 "version",

@@ -1,7 +1,8 @@
 """The records that the ops of one round hand to each other.
 
 They are plain: built by keyword from their fields, fields read by name. Each field is an array
-of whichever library the caller uses (NumPy, torch, or any DLPack producer).
+of whichever library the caller uses (NumPy, torch, or any DLPack producer), or None where the op
+at hand does not need it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class DraftTopK:
         lse: float32 [...], log-sum-exp of the row.
     """
 
-    logprobs: Any
-    ids: Any
-    lse: Any
+    logprobs: Any = None
+    ids: Any = None
+    lse: Any = None
 
 
 @dataclass(eq=False)
@@ -33,7 +34,6 @@ class Tree:
 
     The root is the last emitted token, whose KV is not yet written. 64 nodes fit one 64-bit
     ancestor word, and the root, which every node sees, needs no bit: Q is at most 65.
-    A field that an op does not need may be None.
 
     Attributes:
         draft_tokens: int64 [B,Q]; 0 in unused slots.
@@ -68,6 +68,6 @@ class Accept:
         accept_tokens: int64 [B,Q], the new tokens, the bonus last; -1 beyond accept_token_num.
     """
 
-    accept_index: Any
-    accept_token_num: Any
-    accept_tokens: Any
+    accept_index: Any = None
+    accept_token_num: Any = None
+    accept_tokens: Any = None

@@ -106,16 +106,12 @@ def tree_links(
     depths, positions, next_token, next_sibling, visibility = core.tree_links(
         parents, num_nodes, prefix_lens, draft_tokens, out, stream
     )
-    return Tree(
-        draft_tokens=draft_tokens,
-        parents=parents,
-        depths=depths,
-        positions=positions,
-        next_token=next_token,
-        next_sibling=next_sibling,
-        visibility=visibility,
-        num_nodes=num_nodes,
-    )
+    tree = Tree() if out is None else out
+    tree.depths, tree.positions, tree.visibility = depths, positions, visibility
+    tree.next_token, tree.next_sibling = next_token, next_sibling
+    tree.parents, tree.num_nodes, tree.draft_tokens = parents, num_nodes, draft_tokens
+    tree.scores = None
+    return tree
 
 
 def expand_mask(

@@ -85,13 +85,21 @@ void check_dtype(const char *name, int32_t dtype, std::initializer_list<kdtree_d
       (dtype_name(dtype) != nullptr ? dtype_name(dtype) : "number " + std::to_string(dtype)));
 }
 
+constexpr int64_t kFarthest = int64_t(1) << 60;
+
 Extent extent(const char *name, const void *ptr, int64_t element_size,
               std::initializer_list<Dim> dims) {
   Extent e{name, ptr, 0, element_size};
+  if (ptr == nullptr) return {name, ptr, 0, 0};
   for (const Dim &dim : dims) {
     if (dim.size <= 0) return {name, ptr, 0, 0};
-    const int64_t reach = (dim.size - 1) * dim.stride * element_size;
-    (reach < 0 ? e.low : e.high) += reach;
+    int64_t reach, &end = dim.stride < 0 ? e.low : e.high;
+    if (__builtin_mul_overflow(dim.size - 1, dim.stride, &reach) ||
+        __builtin_mul_overflow(reach, element_size, &reach) ||
+        __builtin_add_overflow(end, reach, &end) || end > kFarthest || end < -kFarthest)
+      throw ValueError(std::string(name) + ": expected an array within 2^60 bytes, got " +
+                       std::to_string(dim.size) + " elements with stride " +
+                       std::to_string(dim.stride));
   }
   return e;
 }

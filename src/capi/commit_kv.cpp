@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "capi/check.h"
@@ -34,12 +35,24 @@ static Extent cache_extent(const Params &p, const void *cache) {
       {{p.num_pages, p.kv_stride_page}, {p.page_size, p.kv_stride_row}, {p.row_elements, 1}});
 }
 
-// Layers may be interleaved page by page: the pages of two caches `gap` bytes apart, with `span` of
-// every `stride` bytes in use.
-static bool pages_collide(int64_t gap, int64_t span, int64_t stride) {
-  if (span > stride) return true;
-  const int64_t rest = gap % stride;
-  return rest < span || stride - rest < span;
+// Layers may be interleaved, page by page, row by row or side by side in a row: whether two caches
+// `gap` bytes apart share a byte. Both lie in the same pattern, `row` bytes at each step of an
+// inner stride within each step of an outer one (check_strides), so what counts is how far the
+// second is from a step of the first, forwards or backwards.
+static bool layers_collide(const Params &p, int64_t gap) {
+  const int64_t row = p.row_elements * p.element_size;
+  Dim outer{p.num_pages, p.kv_stride_page * p.element_size};
+  Dim inner{p.page_size, p.kv_stride_row * p.element_size};
+  if (outer.size == 1 || (inner.size > 1 && inner.stride > outer.stride)) std::swap(outer, inner);
+  const int64_t span = inner.size > 1 ? (inner.size - 1) * inner.stride + row : row;
+  const auto shares = [&](int64_t distance) {  // of a pattern and the next one, at least 0
+    if (distance >= span) return false;
+    const int64_t rest = inner.size > 1 ? distance % inner.stride : distance;
+    return rest < row || (inner.size > 1 && inner.stride - rest < row);
+  };
+  if (outer.size == 1) return shares(gap);
+  const int64_t rest = gap % outer.stride;
+  return shares(rest) || shares(outer.stride - rest);
 }
 
 static void check_layers_apart(const Params &p) {
@@ -47,11 +60,9 @@ static void check_layers_apart(const Params &p) {
   for (int64_t i = 0; i < p.num_layers; ++i) bases[i] = reinterpret_cast<uintptr_t>(p.kv_caches[i]);
   std::sort(bases.begin(), bases.end());
   const auto whole = static_cast<uintptr_t>(cache_extent(p, p.kv_caches[0]).high);
-  const int64_t span = ((p.page_size - 1) * p.kv_stride_row + p.row_elements) * p.element_size;
-  const int64_t stride = p.kv_stride_page * p.element_size;
   for (size_t i = 0; i < bases.size(); ++i)
     for (size_t j = i + 1; j < bases.size() && bases[j] - bases[i] < whole; ++j)
-      if (pages_collide(static_cast<int64_t>(bases[j] - bases[i]), span, stride))
+      if (layers_collide(p, static_cast<int64_t>(bases[j] - bases[i])))
         throw ValueError("kv_caches: expected layers that do not overlap, got two that are " +
                          std::to_string(bases[j] - bases[i]) + " bytes apart");
 }
@@ -63,13 +74,13 @@ static bool check_commit_kv(const Params &p, Device) {
   check_range("num_pages", p.num_pages, 0, int64_t(1) << 40);
   check_range("page_size", p.page_size, 1, int64_t(1) << 40);
   check_range("row_elements", p.row_elements, 1, int64_t(1) << 23);
-  if (p.element_size != 1 && p.element_size != 2 && p.element_size != 4 && p.element_size != 8)
-    throw ValueError("element_size: expected 1, 2, 4 or 8, got " + std::to_string(p.element_size));
+  if (p.element_size < 1 || p.element_size > 16 || (p.element_size & (p.element_size - 1)) != 0)
+    throw ValueError("element_size: expected 1, 2, 4, 8 or 16, got " +
+                     std::to_string(p.element_size));
   if ((p.block_table != nullptr) == (p.cache_loc != nullptr))
     throw ValueError(std::string("block_table: expected either it or cache_loc, got ") +
                      (p.block_table != nullptr ? "both" : "neither"));
-  if (p.block_table != nullptr)
-    check_range("block_table_width", p.block_table_width, 0, int64_t(1) << 40);
+  check_range("block_table_width", p.block_table_width, 0, int64_t(1) << 40);
   if (p.batch == 0 || p.num_layers == 0 || p.num_pages == 0) return false;
 
   if (p.kv_caches == nullptr) throw ValueError("kv_caches: expected an array, got NULL");

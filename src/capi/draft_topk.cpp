@@ -6,24 +6,13 @@ namespace kdtree::capi {
 
 static bool check_draft_topk(const kdtree_draft_topk_params &p, Device) {
   check_dtype("logits", p.logits_dtype, {KDTREE_BF16, KDTREE_F16, KDTREE_F32});
-  check_range("lead_ndim", p.lead_ndim, 0, KDTREE_MAX_LEAD_DIMS);
   check_range("vocab", p.vocab, 1, INT32_MAX);
   check_range("vocab_start", p.vocab_start, 0, INT64_MAX - p.vocab);
   check_range("k", p.k, 1, std::min<int64_t>(KDTREE_MAX_K, p.vocab));
   const int64_t size = dtype_size(p.logits_dtype);
   Dim lead[KDTREE_MAX_LEAD_DIMS];
-  int64_t rows = 1;
-  for (int i = 0; i < KDTREE_MAX_LEAD_DIMS; ++i) {
-    lead[i] = {1, 0};
-    if (i >= p.lead_ndim || rows == 0) continue;
-    const int64_t dim = p.lead_dims[i], stride = p.logits_lead_strides[i];
-    check_range("lead_dims", dim, 0, INT32_MAX / rows);
-    rows *= dim;
-    if (dim < 2) continue;
-    const int64_t far = (int64_t(1) << 60) / (dim * size);
-    check_range("logits_lead_strides", stride, -far, far);
-    lead[i] = {dim, stride};
-  }
+  const int64_t rows =
+      check_lead_dims(p.lead_ndim, p.lead_dims, "logits_lead_strides", p.logits_lead_strides, lead);
   if (rows == 0) return false;
   check_pointer("logits", p.logits, size);
   check_pointer("logprobs", p.logprobs, 4);

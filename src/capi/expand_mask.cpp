@@ -3,12 +3,14 @@
 
 namespace kdtree::capi {
 
-// What out_numel must be; FULL on CUDA is the caller's word.
+// What out_numel must be; FULL on CUDA is the caller's word. Where out_numel is too small, FULL
+// stops at a sum that shows it.
 static int64_t mask_numel(const kdtree_expand_mask_params &p) {
   if (p.layout == KDTREE_MASK_QLEN) return p.batch * p.qlen * p.qlen;
   if (p.layout == KDTREE_MASK_PACKED32) return p.batch * p.qlen * tree::packed_words(p.qlen);
   int64_t numel = 0;
-  for (int64_t b = 0; b < p.batch; ++b) numel += p.qlen * (tree::mask_prefix(p, b) + p.qlen);
+  for (int64_t b = 0; b < p.batch && numel <= p.out_numel; ++b)
+    numel += p.qlen * (tree::mask_prefix(p, b) + p.qlen);
   return numel;
 }
 
@@ -26,8 +28,9 @@ static bool check_expand_mask(const kdtree_expand_mask_params &p, Device device)
   if (!full || device == Device::cpu) {
     const int64_t expected = mask_numel(p);
     if (p.out_numel != expected)
-      throw ValueError("out: expected " + std::to_string(expected) + " elements, got " +
-                       std::to_string(p.out_numel));
+      throw ValueError("out: expected " +
+                       std::string(full && expected > p.out_numel ? "at least " : "") +
+                       std::to_string(expected) + " elements, got " + std::to_string(p.out_numel));
   }
   if (p.out_numel == 0) return false;
   const int64_t size = p.layout == KDTREE_MASK_PACKED32 ? 4 : 1;

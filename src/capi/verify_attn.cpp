@@ -105,8 +105,7 @@ static bool check_verify_attn(Params &p, Device device) {
   else
     check_finite("kv_scale", p.kv_scale);
   if (p.kv_split < 0 || p.kv_split % 64 != 0)
-    throw ValueError("kv_split: expected a multiple of 64, or 0 to have it chosen, got " +
-                     std::to_string(p.kv_split));
+    throw ValueError("kv_split: expected a multiple of 64, got " + std::to_string(p.kv_split));
   if (p.batch == 0) return false;
 
   const int64_t q_size = 2, kv_size = dtype_size(p.kv_dtype);
@@ -137,7 +136,7 @@ static bool check_verify_attn(Params &p, Device device) {
     if (p.kv_indices != nullptr)
       throw ValueError("kv_indices: expected none beside block_table, got an array");
     check_range("block_table: columns", p.block_table_width, 0, kMost);
-    check_range("block_table: stride", p.block_table_stride_b, 0, kMost);
+    check_range("block_table: stride", p.block_table_stride_b, -kMost, kMost);
   } else {
     if (p.page_size != 1)
       throw ValueError("kv_cache: expected a page size of 1 with kv_indices, got " +
@@ -152,7 +151,7 @@ static bool check_verify_attn(Params &p, Device device) {
   check_pointer("prefix_lens", p.prefix_lens, 4);
   if (p.visibility != nullptr) {
     check_pointer("visibility", p.visibility, 8);
-    check_range("visibility: stride", p.visibility_stride_b, 0, kMost);
+    check_range("visibility: stride", p.visibility_stride_b, -kMost, kMost);
   }
   if (p.num_nodes != nullptr) check_pointer("num_nodes", p.num_nodes, 4);
   check_pointer("out", p.out, 16);

@@ -118,8 +118,7 @@ void finish(const kdtree_draft_topk_params &p, int64_t row, const Part *parts, i
 }  // namespace
 
 void draft_topk(const kdtree_draft_topk_params &p) {
-  int64_t rows = 1;
-  for (int i = 0; i < p.lead_ndim; ++i) rows *= p.lead_dims[i];
+  const int64_t rows = tree::lead_rows(p.lead_ndim, p.lead_dims);
   const int64_t columns = tree::real_columns(p.vocab, p.vocab_start, p.vocab_size);
   const int64_t chunks = std::max<int64_t>(1, (columns + kChunk - 1) / kChunk);
 

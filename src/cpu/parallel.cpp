@@ -55,7 +55,7 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   pool.reserve(static_cast<size_t>(threads - 1));
   try {
     for (int64_t i = 1; i < threads; ++i) pool.emplace_back(work);
-  } catch (const std::system_error &) {
+  } catch (...) {
     // No more threads to be had: fewer do.
   }
   work();

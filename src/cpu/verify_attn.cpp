@@ -45,7 +45,8 @@ constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 // The widest kernels that the machine runs; KDTREE_CPU_ISA may name narrower ones.
 const Kernels &choose_kernels() {
   int widest = 2;
-  if (const char *text = std::getenv("KDTREE_CPU_ISA")) {
+  const char *text = std::getenv("KDTREE_CPU_ISA");
+  if (text != nullptr && *text != '\0') {
     const std::string name = text;
     widest = name == "baseline" ? 0 : name == "avx2" ? 1 : name == "avx512" ? 2 : -1;
     if (widest < 0)

@@ -8,27 +8,37 @@
 
 namespace kdtree::cuda {
 
-// Exists only to ask the runtime whether this build has code for a device.
-__global__ void probe_kernel() {}
+// Exists only to ask the runtime what code this build has for a device; its bound tells sm_90a.
+constexpr int kSm90Threads = 32;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__global__ void __launch_bounds__(kSm90Threads) probe_kernel() {}
+#else
+__global__ void __launch_bounds__(2 * kSm90Threads) probe_kernel() {}
+#endif
 
 constexpr int kMaxDevices = 256;
 
-// Per ordinal: 0 not asked yet, 1 has code, 2 has none. A process keeps its devices.
-static std::atomic<int> code_state[kMaxDevices];
+enum class Code { unknown, none, sm80, sm90 };
 
-static bool has_code(int device_id) {
-  int state = device_id < kMaxDevices ? code_state[device_id].load() : 0;
-  if (state == 0) {
+// Per ordinal. A process keeps its devices.
+static std::atomic<Code> code_of[kMaxDevices];
+
+// What this build has for a device, which is the current one.
+static Code find_code(int device_id) {
+  Code code = device_id < kMaxDevices ? code_of[device_id].load() : Code::unknown;
+  if (code == Code::unknown) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, probe_kernel);
     if (error != cudaSuccess && error != cudaErrorNoKernelImageForDevice &&
         error != cudaErrorInvalidDeviceFunction && error != cudaErrorUnsupportedPtxVersion)
       check(error, "cudaFuncGetAttributes");
     cudaGetLastError();
-    state = error == cudaSuccess ? 1 : 2;
-    if (device_id < kMaxDevices) code_state[device_id].store(state);
+    code = error != cudaSuccess                            ? Code::none
+           : attributes.maxThreadsPerBlock == kSm90Threads ? Code::sm90
+                                                           : Code::sm80;
+    if (device_id < kMaxDevices) code_of[device_id].store(code);
   }
-  return state == 1;
+  return code;
 }
 
 static std::string no_code_text(int device_id) {
@@ -55,7 +65,7 @@ int enter_device(int32_t device_id) {
   if (previous != device_id) check(cudaSetDevice(device_id), "cudaSetDevice");
   bool found = false;
   try {
-    found = has_code(device_id);
+    found = find_code(device_id) != Code::none;
   } catch (...) {
     leave_device(previous);
     throw;
@@ -75,7 +85,12 @@ void leave_device(int previous) noexcept {
 
 Path current_path() {
   const char *forced = std::getenv("KDTREE_FORCE_PATH");
-  if (forced == nullptr || *forced == '\0' || std::strcmp(forced, "sm80") == 0) return Path::sm80;
+  if (forced == nullptr || *forced == '\0') {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    return find_code(device) == Code::sm90 ? Path::sm90 : Path::sm80;
+  }
+  if (std::strcmp(forced, "sm80") == 0) return Path::sm80;
   throw ValueError(std::string("KDTREE_FORCE_PATH: expected sm80, got ") + forced);
 }
 
@@ -109,9 +124,7 @@ void device_info(kdtree_device_info_params &info) {
   info.total_memory = static_cast<int64_t>(properties.totalGlobalMem);
   try {
     leave_device(enter_device(info.device_id));
-    switch (current_path()) {
-      case Path::sm80: std::snprintf(info.path, sizeof(info.path), "sm80");
-    }
+    std::snprintf(info.path, sizeof(info.path), current_path() == Path::sm90 ? "sm90" : "sm80");
   } catch (const Error &e) {
     std::snprintf(info.reason, sizeof(info.reason), "%s", e.message.c_str());
   }

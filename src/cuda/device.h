@@ -12,9 +12,8 @@ namespace kdtree::cuda {
 int enter_device(int32_t device_id);
 void leave_device(int previous) noexcept;
 
-// The attention kernels that a device takes; KDTREE_FORCE_PATH=sm80 forces the portable ones. The
-// only ones so far.
-enum class Path { sm80 };
+// The attention kernels that a device takes; KDTREE_FORCE_PATH=sm80 forces the portable ones.
+enum class Path { sm80, sm90 };
 Path current_path();  // of the current device
 int num_sms();        // of the current device
 

@@ -270,8 +270,7 @@ __global__ void __launch_bounds__(kTopkThreads)
 }
 
 void draft_topk(const kdtree_draft_topk_params &p, Stream stream) {
-  int64_t rows = 1;
-  for (int i = 0; i < p.lead_ndim; ++i) rows *= p.lead_dims[i];
+  const int64_t rows = tree::lead_rows(p.lead_ndim, p.lead_dims);
   with_logits_type(p.logits_dtype, [&](auto element) {
     using T = decltype(element);
     const auto kernel = draft_topk_kernel<T>;

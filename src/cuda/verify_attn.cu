@@ -28,9 +28,12 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   while (int64_t(1) << a.page_shift < p.page_size) ++a.page_shift;
   a.partial_out = static_cast<float *>(p.workspace);
   a.partial_lse = a.partial_out + p.batch * s.splits * s.rows * attention::kLatent;
-  switch (current_path()) {
-    case Path::sm80: sm80::attention(a, stream);
-  }
+  // Few rows are bound by memory, which the portable kernel fills as well; it also widens e4m3.
+  const bool wide = sm80::tile_rows(s.rows) == 64 && p.kv_dtype == p.q_dtype;
+  if (current_path() == Path::sm90 && wide)
+    sm90::attention(a, stream);
+  else
+    sm80::attention(a, stream);
   if (s.splits > 1) attention::combine(a, stream);
 }
 

@@ -9,7 +9,18 @@
 namespace kdtree::python {
 
 std::string text_of(nb::handle value) {
-  return nb::str(value).c_str();
+  const nb::object text = nb::steal(PyObject_Str(value.ptr()));
+  // Lone surrogates have no UTF-8: show them escaped.
+  const nb::object bytes =
+      nb::steal(text.is_valid() ? PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace")
+                                : nullptr);
+  char *data = nullptr;
+  Py_ssize_t size = 0;
+  if (!bytes.is_valid() || PyBytes_AsStringAndSize(bytes.ptr(), &data, &size) != 0) {
+    PyErr_Clear();
+    return "(text that cannot be shown)";
+  }
+  return std::string(data, static_cast<size_t>(size));
 }
 
 namespace {
@@ -33,6 +44,7 @@ bool derives_from(nb::handle type, const char *module, const char *name) {
 struct Kind {
   Library library = Library::dlpack;
   bool cupy = false;
+  bool fake = false;  // torch's tensors without memory
   const dlpack::ExchangeApi *exchange = nullptr;
 };
 const Kind &kind_of(nb::handle value) {
@@ -43,6 +55,7 @@ const Kind &kind_of(nb::handle value) {
   Kind kind;
   if (derives_from(type, "numpy", "ndarray")) kind.library = Library::numpy;
   if (derives_from(type, "torch", "Tensor")) kind.library = Library::torch;
+  kind.fake = derives_from(type, "torch._subclasses.fake_tensor", "FakeTensor");
   kind.cupy = derives_from(type, "cupy", "ndarray");
   if (nb::hasattr(type, "__dlpack_c_exchange_api__")) {
     const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
@@ -69,17 +82,20 @@ dlpack::DataType dlpack_dtype(int32_t dtype) {
   return {1, 8, 1};
 }
 
-// The first line of the Python error that is set, which is cleared.
+// The first line of the Python error that is set, which is cleared. What is nobody's mistake in an
+// argument (KeyboardInterrupt, MemoryError) goes on instead.
 std::string take_error() {
   nb::python_error error;
+  if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)) throw error;
   const std::string text = text_of(error.value());
   return text.substr(0, text.find('\n'));
 }
 
-// A fake tensor has a NULL storage, so its address is its offset into that. No real allocation
-// lies so low: the exact question is asked only there.
+// A tensor of torch without memory has a NULL storage, so its address is its offset into that. No
+// real allocation lies so low: for types not known as fake, the exact question is asked only there.
 bool without_memory(const Array &array) {
   if (array.numel() == 0) return false;
+  if (kind_of(array.object).fake) return true;
   if (array.library != Library::torch || reinterpret_cast<uintptr_t>(array.data) >> 40 != 0)
     return array.data == nullptr;
   const int64_t offset = nb::cast<int64_t>(array.object.attr("storage_offset")());
@@ -107,6 +123,12 @@ std::string dlpack_dtype_text(dlpack::DataType t) {
   text += std::to_string(t.bits);
   if (t.lanes != 1) text += "x" + std::to_string(t.lanes);
   return text;
+}
+
+// value.name(), or an invalid object with the Python error set.
+nb::object call_method(nb::handle value, const char *name) {
+  const nb::object method = nb::steal(PyObject_GetAttrString(value.ptr(), name));
+  return nb::steal(method.is_valid() ? PyObject_CallNoArgs(method.ptr()) : nullptr);
 }
 
 // The buffer protocol's format of one native number.
@@ -239,17 +261,26 @@ void Array::from_numpy(nb::handle value) {
   auto holder = new BufferHolder;
   if (PyObject_GetBuffer(value.ptr(), &holder->view, PyBUF_FULL_RO) == 0) {
     dtype = dtype_of_format(holder->view.format);
-    if (dtype == kOther) dtype_text = text_of(value.attr("dtype"));
+    if (dtype == kOther) {
+      dtype_text = text_of(value.attr("dtype"));
+      if (nb::cast<bool>(nb::object(value.attr("dtype").attr("hasobject")))) {
+        PyBuffer_Release(&holder->view);
+        delete holder;
+        throw TypeError(name + ": expected an array of numbers, got dtype " + dtype_text);
+      }
+    }
   } else {
-    // ml_dtypes' types are not in the buffer protocol: the same memory as plain bits.
+    // ml_dtypes' types and some of NumPy's are not in the buffer protocol: the same memory as bits.
     PyErr_Clear();
-    dtype_text = text_of(value.attr("dtype"));
+    const nb::object numpy_dtype = value.attr("dtype");
+    dtype_text = text_of(numpy_dtype);
     dtype = dtype_text == "bfloat16"        ? int32_t(KDTREE_BF16)
             : dtype_text == "float8_e4m3fn" ? int32_t(KDTREE_F8E4M3)
                                             : kOther;
-    const char *bits = nb::cast<int64_t>(value.attr("itemsize")) == 2 ? "uint16" : "uint8";
-    const nb::object plain = dtype == kOther ? nb::object() : value.attr("view")(bits);
-    if (dtype == kOther || PyObject_GetBuffer(plain.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
+    const std::string bits = "V" + text_of(numpy_dtype.attr("itemsize"));
+    const bool plain = !nb::cast<bool>(nb::object(numpy_dtype.attr("hasobject"))) && bits != "V0";
+    const nb::object view = plain ? value.attr("view")(bits.c_str()) : nb::object();
+    if (!plain || PyObject_GetBuffer(view.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
       delete holder;
       PyErr_Clear();
       throw TypeError(name + ": expected an array of numbers, got dtype " + dtype_text);
@@ -275,9 +306,16 @@ void Array::from_numpy(nb::handle value) {
 }
 
 void Array::from_dlpack(nb::handle value, nb::handle stream) {
-  const nb::object device = value.attr("__dlpack_device__")();
-  device_type = nb::cast<int32_t>(nb::int_(nb::object(device[0])));
-  device_id = nb::cast<int32_t>(nb::int_(nb::object(device[1])));
+  const nb::object device = call_method(value, "__dlpack_device__");
+  nb::object type, id;
+  if (device.is_valid() && PyTuple_Check(device.ptr()) && nb::len(device) == 2) {
+    type = nb::steal(PyNumber_Index(nb::object(device[0]).ptr()));
+    id = nb::steal(PyNumber_Index(nb::object(device[1]).ptr()));
+  }
+  if (PyErr_Occurred() || !type.is_valid() || !nb::try_cast(type, device_type) ||
+      !nb::try_cast(id, device_id))
+    throw TypeError(name + ": expected (device type, id) from __dlpack_device__, got " +
+                    (PyErr_Occurred() ? take_error() : text_of(device)));
   nb::dict options;
   if (on_cuda()) {
     // The producer makes its data ready on the stream that the op runs on; DLPack spells the
@@ -477,9 +515,13 @@ void *stream_of(nb::handle stream, const Array &like) {
     if (nb::hasattr(stream, "cuda_stream")) {
       handle = stream.attr("cuda_stream");
     } else if (nb::hasattr(stream, "__cuda_stream__")) {
+      // A method that returns (version, handle); early implementations made it a property.
       nb::object protocol = stream.attr("__cuda_stream__");
-      if (PyCallable_Check(protocol.ptr())) protocol = protocol();
-      handle = protocol[1];  // (version, handle)
+      if (PyCallable_Check(protocol.ptr())) protocol = call_method(stream, "__cuda_stream__");
+      const bool pair =
+          protocol.is_valid() && PyTuple_Check(protocol.ptr()) && nb::len(protocol) == 2;
+      handle = pair ? nb::object(protocol[1]) : nb::none();
+      PyErr_Clear();
     }
     if (PyBool_Check(handle.ptr()) || !PyLong_Check(handle.ptr()))
       throw TypeError(

@@ -95,6 +95,16 @@ int64_t int_in(const char *name, nb::handle value, int64_t low, int64_t high) {
   return result;
 }
 
+// A dimension of an array that has limits of its own.
+void check_dim(const Array &array, const char *dim, int64_t size, int64_t low, int64_t high) {
+  if (size < low || size > high)
+    throw ValueError(array.name + ": expected " + dim + " of " + std::to_string(low) + ".." +
+                     std::to_string(high) + ", got " + std::to_string(size));
+}
+void check_qlen(const Array &array, int64_t qlen) {
+  check_dim(array, "Q", qlen, 1, KDTREE_MAX_QLEN);
+}
+
 int64_t vocab_size_of(nb::handle value) {
   return value.is_none() ? -1 : int_in("vocab_size", value, 0, INT64_MAX);
 }
@@ -112,6 +122,8 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
   p.logits_dtype = logits.dtype;
   p.lead_ndim = lead;
   p.vocab = logits.shape[lead];
+  check_dim(logits, "V", p.vocab, 1, INT32_MAX);
+  check_dim(logits, "rows", logits.numel() / p.vocab, 0, INT32_MAX);
   p.k = static_cast<int32_t>(int_in("k", k_, 1, std::min<int64_t>(KDTREE_MAX_K, p.vocab)));
   p.vocab_start = as_int("vocab_start", vocab_start);
   p.vocab_size = vocab_size_of(vocab_size);
@@ -156,9 +168,8 @@ Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::hand
   p.values_shard_stride = values.strides[0];
   p.ids_shard_stride = ids.strides[0];
   p.lse_shard_stride = lse.strides[0];
-  if (values.shape[last] < 1 || values.shape[last] > KDTREE_MAX_K)
-    throw ValueError("values: expected K of 1.." + std::to_string(KDTREE_MAX_K) + ", got " +
-                     std::to_string(values.shape[last]));
+  check_dim(values, "S", p.shards, 1, INT32_MAX);
+  check_dim(values, "K", values.shape[last], 1, KDTREE_MAX_K);
   p.k = static_cast<int32_t>(values.shape[last]);
   void *stream = stream_of(stream_, values);
 
@@ -181,6 +192,7 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
   Array logprobs("logprobs", logprobs_, stream_);
   logprobs.dtypes({KDTREE_F32}).rank(3, "[B, L, K]").same_device(logprobs).dense_innermost();
   const int64_t batch = logprobs.shape[0], depth = logprobs.shape[1], k = logprobs.shape[2];
+  check_dim(logprobs, "K", k, 1, KDTREE_MAX_K);
   Array ids = input("ids", ids_, logprobs, stream_);
   ids.dtypes({KDTREE_I32, KDTREE_I64}).dims({batch, depth, k}, "[B, L, K]").dense_innermost();
   Array roots = vector_of("root_tokens", root_tokens_, logprobs, stream_, batch, "[B]",
@@ -250,9 +262,7 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
   Array parents("parents", parents_, stream_);
   parents.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(parents).dense_innermost();
   const int64_t batch = parents.shape[0], qlen = parents.shape[1];
-  if (qlen < 1 || qlen > KDTREE_MAX_QLEN)
-    throw ValueError("parents: expected Q of 1.." + std::to_string(KDTREE_MAX_QLEN) + ", got " +
-                     std::to_string(qlen));
+  check_qlen(parents, qlen);
   Array num_nodes =
       vector_of("num_nodes", num_nodes_, parents, stream_, batch, "[B]", {KDTREE_I32});
   auto p = params_for<kdtree_tree_links_params>(parents);
@@ -293,6 +303,7 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
   Array visibility("tree.visibility", visibility_, stream_);
   visibility.dtypes({KDTREE_I64}).rank(2, "[B, Q]").same_device(visibility).dense_innermost();
   const int64_t batch = visibility.shape[0], qlen = visibility.shape[1];
+  check_qlen(visibility, qlen);
   Array num_nodes =
       vector_of("tree.num_nodes", num_nodes_, visibility, stream_, batch, "[B]", {KDTREE_I32});
   auto p = params_for<kdtree_expand_mask_params>(visibility);
@@ -357,9 +368,9 @@ int64_t verify_attn_workspace(nb::handle batch, nb::handle qlen, nb::handle head
   p.struct_size = sizeof(p);
   p.device_type = device_type;
   p.device_id = device_id;
-  p.batch = as_int("B", batch);
-  p.qlen = as_int("Q", qlen);
-  p.heads = as_int("H", heads);
+  p.batch = int_in("B", batch, 0, INT32_MAX);
+  p.qlen = int_in("Q", qlen, 1, KDTREE_MAX_QLEN);
+  p.heads = int_in("H", heads, 1, 128);
   p.no_kv_split = no_kv_split;
   p.bytes = &bytes;
   throw_status(kdtree_verify_attn_workspace(&p, nullptr));
@@ -378,8 +389,8 @@ class Workspace {
           nb::arg("device") = like.object.attr("device"));
       if (foreign_stream) {  // torch's allocator must learn of a stream that is not its current one
         const nb::object cuda = nb::module_::import_("torch").attr("cuda");
-        tensor_.attr("record_stream")(
-            cuda.attr("ExternalStream")(reinterpret_cast<uintptr_t>(stream)));
+        tensor_.attr("record_stream")(cuda.attr("ExternalStream")(
+            reinterpret_cast<uintptr_t>(stream), like.object.attr("device")));
       }
       data = PyLong_AsVoidPtr(nb::object(tensor_.attr("data_ptr")()).ptr());
       return;
@@ -414,6 +425,8 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   const int64_t width = split ? KDTREE_LATENT_DIM : KDTREE_LATENT_DIM + KDTREE_ROPE_DIM;
   q.rank(4, split ? "[B, Q, H, 512]" : "[B, Q, H, 576]");
   const int64_t batch = q.shape[0], qlen = q.shape[1], heads = q.shape[2];
+  check_qlen(q, qlen);
+  check_dim(q, "H", heads, 1, 128);
   q.dims({batch, qlen, heads, width}, split ? "[B, Q, H, 512]" : "[B, Q, H, 576]");
   q.dense_innermost();
   auto p = params_for<kdtree_verify_attn_params>(q);
@@ -587,6 +600,7 @@ Fields tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle ne
   Array target("target_predict", target_predict, stream_);
   target.dtypes({KDTREE_I32, KDTREE_I64}).rank(2, "[B, Q]").same_device(target).dense_innermost();
   const int64_t batch = target.shape[0], qlen = target.shape[1];
+  check_qlen(target, qlen);
   const WalkViews tree =
       walk_views(draft_tokens, next_token, next_sibling, num_nodes, target, stream_, batch, qlen);
   auto p = params_for<kdtree_tree_accept_params>(target);
@@ -607,6 +621,8 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).rank(3, "[B, Q, V]").same_device(logits);
   logits.dense_innermost();
   const int64_t batch = logits.shape[0], qlen = logits.shape[1];
+  check_qlen(logits, qlen);
+  check_dim(logits, "V", logits.shape[2], 1, INT32_MAX);
   const WalkViews tree =
       walk_views(draft_tokens, next_token, next_sibling, num_nodes, logits, stream_, batch, qlen);
   auto p = params_for<kdtree_tree_accept_logits_params>(logits);
@@ -627,6 +643,7 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
   p.logits_stride_q = logits.strides[1];
   p.vocab = logits.shape[2];
   p.vocab_size = vocab_size_of(vocab_size);
+  bool needs_seeds = !temperature.is_none();
   if (temperature.is_none()) {
   } else if (nb::hasattr(temperature, "__dlpack__") && !PyFloat_Check(temperature.ptr())) {
     keep.push_back(
@@ -634,9 +651,15 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
     p.temperature_ptr = keep.back().as<float>();
   } else {
     const double value = as_float("temperature", temperature);
+    if (!(value >= 0))
+      throw ValueError("temperature: expected at least 0, got " + text_of(temperature));
     p.temperature = static_cast<float>(value);
+    needs_seeds = value > 0;
   }
-  if (!seeds.is_none()) {
+  if (seeds.is_none()) {
+    if (needs_seeds)
+      throw ValueError("seeds: expected an int64 [B] array together with a temperature, got None");
+  } else {
     keep.push_back(vector_of("seeds", seeds, logits, stream_, batch, "[B]", {KDTREE_I64}));
     p.seeds = keep.back().as<int64_t>();
   }
@@ -663,8 +686,8 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   }
   const Array &first = layers.front();
   first.same_device(first);
-  if (first.item_size != 1 && first.item_size != 2 && first.item_size != 4 && first.item_size != 8)
-    throw TypeError(first.name + ": expected a dtype of 1, 2, 4 or 8 bytes, got " +
+  if (first.item_size < 1 || first.item_size > 16 || (first.item_size & (first.item_size - 1)) != 0)
+    throw TypeError(first.name + ": expected a dtype of 1, 2, 4, 8 or 16 bytes, got " +
                     std::to_string(first.item_size));
   const int page_dim = listed ? 0 : 1;
   const char *layout = listed ? "[pages, page_size, D] or [pages, page_size, 1, D]"
@@ -689,6 +712,7 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   Array index("accept.accept_index", accept_index, stream_);
   index.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(first).dense_innermost();
   const int64_t batch = index.shape[0], qlen = index.shape[1];
+  check_qlen(index, qlen);
   Array count = vector_of("accept.accept_token_num", accept_token_num, first, stream_, batch, "[B]",
                           {KDTREE_I32});
   auto p = params_for<kdtree_commit_kv_params>(first);
@@ -709,6 +733,8 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   p.kv_stride_page = first.strides[page_dim];
   p.kv_stride_row = first.strides[page_dim + 1];
   p.element_size = first.item_size;
+  check_dim(first, "page size", p.page_size, 1, INT32_MAX);
+  check_dim(first, "D", p.row_elements, 1, int64_t(1) << 23);
 
   std::vector<Array> keep;
   keep.reserve(4);

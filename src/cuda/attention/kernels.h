@@ -23,3 +23,10 @@ constexpr int blocks_per_sm(int64_t rows) {
 void attention(const attention::Params &params, Stream stream);
 
 }  // namespace kdtree::cuda::sm80
+
+namespace kdtree::cuda::sm90 {
+
+// 64-row tiles, a block an SM. Takes 16-bit caches.
+void attention(const attention::Params &params, Stream stream);
+
+}  // namespace kdtree::cuda::sm90

@@ -1,0 +1,252 @@
+// The instructions of sm_90: barriers in shared memory, the copy engine, warpgroup products. Shared
+// memory addresses are 32-bit.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace kdtree::cuda::sm90 {
+
+__device__ __forceinline__ uint32_t shared_address(const void *ptr) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
+}
+
+// ---- barriers: a phase ends when `count` arrivals and all announced bytes are in
+
+__device__ __forceinline__ void init_barrier(uint64_t &barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count)
+               : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t &barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+// Arrives, and announces bytes that the copy engine will bring.
+__device__ __forceinline__ void arrive_expecting(uint64_t &barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Waits for the end of the phase whose number is of this parity.
+__device__ __forceinline__ void wait(uint64_t &barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+// Among `threads` threads of the block, by number; 0 is __syncthreads.
+__device__ __forceinline__ void sync_threads(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_threads(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+// What threads wrote to shared memory becomes visible to products and the copy engine.
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+template <int Count>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// ---- copies
+
+// 16 bytes to shared memory, or zeros, reading nothing.
+__device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// The current phase of `barrier` also waits for this thread's copies so far.
+__device__ __forceinline__ void attach_copies(uint64_t &barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+// A box of a tensor to shared memory; completes on `barrier`.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, int x, int y, int z,
+                                         uint64_t &barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t *m) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+// ---- products of a warpgroup (128 threads), 16-bit operands, float results
+
+// Orders this thread's accesses to registers before products that use them.
+__device__ __forceinline__ void fence_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most `Pending` committed groups are unfinished.
+template <int Pending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+// Keeps the compiler from using results of products before a wait.
+template <class T, int N>
+__device__ __forceinline__ void settle(T (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<T, float>)
+      asm volatile("" : "+f"(x[i])::"memory");
+    else
+      asm volatile("" : "+r"(x[i])::"memory");
+  }
+}
+
+// Operands in shared memory lie in panels of 64 elements (128 bytes) by any number of rows, 16-byte
+// chunk c of row r at c ^ (r % 8); panels start at multiples of 1,024 bytes. A descriptor holds
+// the start (which may advance by 32 bytes in a row and by 16 rows) and two distances, in units of
+// 16 bytes: `leading` in the upper half of its low word, and in the high word, always 64, from 8
+// rows to the next 8.
+#define KDTREE_DESCRIPTOR(to, low) "mov.b64 " to ", {" low ", 0x40000040};"
+// k within the rows, or
+__device__ __forceinline__ uint32_t along_rows(uint32_t address) {
+  return address >> 4 | 1 << 16;
+}
+// k down the rows, and the next 64 columns 64 rows further.
+__device__ __forceinline__ uint32_t down_rows(uint32_t address) {
+  return address >> 4 | (64 * 128 / 16) << 16;
+}
+
+#define KDTREE_FLOATS_8(d, i)                                                                 \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define KDTREE_FLOATS_32(d, i)                                                  \
+  KDTREE_FLOATS_8(d, i), KDTREE_FLOATS_8(d, i + 8), KDTREE_FLOATS_8(d, i + 16), \
+      KDTREE_FLOATS_8(d, i + 24)
+#define KDTREE_FLOATS_128(d, i)                                                     \
+  KDTREE_FLOATS_32(d, i), KDTREE_FLOATS_32(d, i + 32), KDTREE_FLOATS_32(d, i + 64), \
+      KDTREE_FLOATS_32(d, i + 96)
+
+// d (64 x 64) = or += a (64 x 16) b (16 x 64), both along k.
+#define KDTREE_SCORES(TYPE)                                                                        \
+  asm volatile(                                                                                    \
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %34, 0;" KDTREE_DESCRIPTOR("a", "%32")        \
+          KDTREE_DESCRIPTOR("b",                                                                   \
+                            "%33") "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE     \
+                                   " "                                                             \
+                                   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                                   "%14, %15, "                                                    \
+                                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                                   "%28, %29, %30, %31}, "                                         \
+                                   "a, b, p, 1, 1, 0, 0;}"                                         \
+      : KDTREE_FLOATS_32(d, 0)                                                                     \
+      : "r"(a), "r"(b), "n"(Add)                                                                   \
+      : "memory")
+template <class T, int Add>
+__device__ __forceinline__ void multiply_scores(float (&d)[32], uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<T, __half>)
+    KDTREE_SCORES("f16");
+  else
+    KDTREE_SCORES("bf16");
+}
+#undef KDTREE_SCORES
+
+// d (64 x 256) += a (64 x 16) b (16 x 256), b down k; a from registers, as mma.sync has it,
+#define KDTREE_MULTIPLY_VALUES(TYPE)                                                            \
+  asm volatile("{.reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR(            \
+                   "b", "%132") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
+                                " "                                                             \
+                                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                                "%14, %15, "                                                    \
+                                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                                "%28, %29, %30, %31, "                                          \
+                                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+                                "%44, %45, %46, %47, "                                          \
+                                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
+                                "%60, %61, %62, %63, "                                          \
+                                "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
+                                "%76, %77, %78, %79, "                                          \
+                                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
+                                "%92, %93, %94, %95, "                                          \
+                                "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
+                                "%106, %107, %108, %109, %110, %111, "                          \
+                                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
+                                "%122, %123, %124, %125, %126, %127}, "                         \
+                                "{%128, %129, %130, %131}, b, p, 1, 1, 1;}"                     \
+               : KDTREE_FLOATS_128(d, 0)                                                        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)                             \
+               : "memory")
+template <class T>
+__device__ __forceinline__ void multiply_values(float (&d)[128], const uint32_t *a, uint32_t b) {
+  if constexpr (std::is_same_v<T, __half>)
+    KDTREE_MULTIPLY_VALUES("f16");
+  else
+    KDTREE_MULTIPLY_VALUES("bf16");
+}
+#undef KDTREE_MULTIPLY_VALUES
+
+// or along k in shared memory.
+#define KDTREE_VALUES(TYPE)                                                                \
+  asm volatile(                                                                            \
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR("a", "%128") \
+          KDTREE_DESCRIPTOR(                                                               \
+              "b", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
+                           " "                                                             \
+                           "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                           "%14, %15, "                                                    \
+                           "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                           "%28, %29, %30, %31, "                                          \
+                           "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+                           "%44, %45, %46, %47, "                                          \
+                           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
+                           "%60, %61, %62, %63, "                                          \
+                           "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
+                           "%76, %77, %78, %79, "                                          \
+                           "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
+                           "%92, %93, %94, %95, "                                          \
+                           "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
+                           "%106, %107, %108, %109, %110, %111, "                          \
+                           "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
+                           "%122, %123, %124, %125, %126, %127}, "                         \
+                           "a, b, p, 1, 1, 0, 1;}"                                         \
+      : KDTREE_FLOATS_128(d, 0)                                                            \
+      : "r"(a), "r"(b)                                                                     \
+      : "memory")
+template <class T>
+__device__ __forceinline__ void multiply_values(float (&d)[128], uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<T, __half>)
+    KDTREE_VALUES("f16");
+  else
+    KDTREE_VALUES("bf16");
+}
+#undef KDTREE_VALUES
+#undef KDTREE_FLOATS_8
+#undef KDTREE_FLOATS_32
+#undef KDTREE_FLOATS_128
+#undef KDTREE_DESCRIPTOR
+
+}  // namespace kdtree::cuda::sm90

@@ -41,26 +41,30 @@ RECORD = Path("COMMIT")
 Settings = dict[str, Any] | None
 
 
-def build_sdist(directory: str, settings: Settings = None) -> str:
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     with same_bytes() as commit:
-        record = commit and not RECORD.exists()  # a source distribution has it already
-        if record:
+        checkout = Path(".git").exists()
+        if checkout:
             RECORD.write_text(commit)
         try:
-            return scikit_build.build_sdist(directory, settings)
+            return scikit_build.build_sdist(sdist_directory, config_settings)
         finally:
-            if record:
+            if checkout:
                 RECORD.unlink()
 
 
-def build_wheel(directory: str, settings: Settings = None, metadata: str | None = None) -> str:
-    # Prepared metadata lack the SBOM, which the build makes: scikit-build-core would not have it.
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    # Not passed on: prepared metadata lack the SBOM, which comes with the build.
     with same_bytes():
-        return scikit_build.build_wheel(directory, settings)
+        return scikit_build.build_wheel(wheel_directory, config_settings)
 
 
-def build_editable(directory: str, settings: Settings = None, metadata: str | None = None) -> str:
-    return scikit_build.build_editable(directory, settings)
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    return scikit_build.build_editable(wheel_directory, config_settings)
 
 
 @contextmanager

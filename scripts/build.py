@@ -23,8 +23,8 @@ from repair import repair
 
 ROOT = Path(__file__).parents[1]
 #: Would change the code that compilers make.
-FLAGS = ("CFLAGS", "CPPFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
-FLAGS += ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")
+FLAGS = {"CFLAGS", "CPPFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS"}
+FLAGS |= {"NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "SKBUILD_CMAKE_ARGS"}
 
 
 def main() -> None:

@@ -77,7 +77,8 @@ def build(
         git("-C", str(source), "checkout", "--quiet", "--detach", revision)
         environment = {**os.environ, "TMPDIR": str(scratch), "TZ": zone, "LC_ALL": language}
         environment.pop("SOURCE_DATE_EPOCH", None)
-        command = [sys.executable, source / "scripts" / "build.py", "--out", out, "--archs", archs]
+        script = str(source / "scripts" / "build.py")
+        command = [sys.executable, script, "--out", str(out), "--archs", archs]
         for python in pythons:
             command += ["--python", python]
         if subprocess.run(command, cwd=work, env=environment).returncode:

@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -61,7 +62,8 @@ class Wheel:
                 entry.filename: archive.read(entry) for entry in self.entries if not entry.is_dir()
             }
         fields = path.name.removesuffix(".whl").split("-")
-        expect(len(fields) == 5, f"{path.name}: expected name-version-python-abi-platform.whl")
+        if len(fields) != 5:
+            sys.exit(f"{path.name}: expected name-version-python-abi-platform.whl")
         self.name, self.version, self.python, self.abi, self.platform = fields
         self.info = f"{self.name}-{self.version}.dist-info"
 
@@ -323,13 +325,13 @@ def sbom(wheel: Wheel) -> str:
     for field, place in (("serialNumber", document), ("timestamp", document["metadata"])):
         expect(field not in place, f"{field} differs from build to build")
     main = document["metadata"]["component"]
-    want = {"kdtree-kernels", "cuda-runtime", "nanobind"}
+    parts = {"kdtree-kernels", "cuda-runtime", "nanobind"}
     described = [main, *document["components"]]
-    expect({c["bom-ref"] for c in described} == want, f"expected the components {sorted(want)}")
+    expect({c["bom-ref"] for c in described} == parts, f"expected the components {sorted(parts)}")
     for component in described:
         complete = all(component.get(field) for field in ("name", "version", "licenses"))
         expect(complete, f"{component['bom-ref']}: no name, version or licence")
-    expect({d["ref"] for d in document["dependencies"]} == want, "dependencies are incomplete")
+    expect({d["ref"] for d in document["dependencies"]} == parts, "dependencies are incomplete")
     archs = main["properties"][0]["value"]
     expect(archs == wheel.build_info["cuda_archs"], f"architectures are {archs}")
     return f"CycloneDX 1.6, {len(described)} components"
@@ -354,8 +356,8 @@ def bill(wheel: Wheel) -> dict[str, Any]:
 
 def tool(name: str, *arguments: str) -> str:
     """Runs a program installed beside this Python."""
-    packages = Path(importlib.resources.files("elftools").joinpath("..")).resolve()
-    places = (str(Path(sys.executable).parent), str(packages / "nvidia" / "cu13" / "bin"))
+    tools = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")  # cuobjdump's
+    places = (str(Path(sys.executable).parent), str(tools))
     environment = {**os.environ, "PATH": os.pathsep.join((*places, os.environ["PATH"]))}
     done = subprocess.run(
         ["/usr/bin/env", name, *arguments],

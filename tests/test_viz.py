@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import kdtree
 import numpy as np
@@ -115,7 +116,7 @@ def test_every_node_of_large_trees_is_there_once(backend, rng):
         assert sorted(found) == sorted(tokens[b, :count].tolist())
         assert lines == [line.rstrip() for line in lines]
         # Each line but the first hangs from a junction above it.
-        for above, line in zip(lines, lines[1:], strict=False):
+        for above, line in pairwise(lines):
             at = max(line.find("├"), line.find("╰"))
             assert above[at] in "┬├│"
         root = ET.fromstring(viz.tree_svg(given, request=b))

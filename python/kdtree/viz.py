@@ -33,7 +33,10 @@ _VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}
 
 def _host(x: Any) -> np.ndarray[Any, Any]:
     """A host copy of an array of any library."""
-    x = x.cpu() if hasattr(x, "cpu") else x
+    if hasattr(x, "cpu"):  # torch
+        x = x.cpu()
+    elif hasattr(x, "get"):  # CuPy
+        x = x.get()
     return np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
 
 

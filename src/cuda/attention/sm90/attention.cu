@@ -81,6 +81,7 @@ struct Shared {
   alignas(1024) unsigned char probabilities[kPanelBytes];  // rows by keys, of the latest key block
   uint64_t full[2][2], empty[2][2];                        // buffer, piece
   uint64_t shared_out[2];   // warpgroup's probabilities and maximum are there
+  uint64_t summed;          // the sums are
   uint64_t tile_nodes;      // that any row of the tile sees
   uint64_t nodes[kRows];    // that a row sees
   float top[kRows];         // maximum in use as of the latest key block
@@ -548,7 +549,8 @@ __device__ __forceinline__ void write_results(const Params &a, const Block &bloc
       shared.sums[warpgroup][1][row + 8 * h] = r.rounded[h];
     }
   }
-  sync_threads(kConsumerBarrier, kConsumers);
+  arrive(shared.summed);
+  wait(shared.summed, 0);
   const int64_t first = block.request.b * a.rows + block.first_row;  // of B * rows
   const int64_t first_partial =
       (block.request.b * a.splits + block.split) * a.rows + block.first_row;
@@ -615,6 +617,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared.empty[i / 2][i % 2], 4);  // a warpgroup's warps
     }
     for (int i = 0; i < 2; ++i) init_barrier(shared.shared_out[i], 128);
+    init_barrier(shared.summed, kConsumers);
     publish_barriers();
   }
   __syncthreads();

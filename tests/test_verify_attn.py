@@ -369,6 +369,35 @@ def test_bits_do_not_depend_on_what_is_not_seen(backend, rng):
 # ---- sizes
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    "prefix_lens",
+    [[4641, 0, 1730, 63, 64, 300, 5000, 1], [900] * 8, [0] * 8, [3000, *([0] * 11)], [17] * 40],
+    ids=["ragged", "uniform", "empty", "one long", "many"],
+)
+def test_ragged_batches(device, rng, prefix_lens, page_size):
+    """Batches of 8 heads and 65 slots, whose keys are shared out over the whole GPU."""
+    num_nodes = rng.integers(1, 66, len(prefix_lens))
+    num_nodes[2], num_nodes[-1], num_nodes[4] = 65, 0, 0  # padding in the middle and at the end
+    case = attn_case(
+        rng,
+        prefix_lens=prefix_lens,
+        qlen=65,
+        heads=8,
+        page_size=page_size,
+        visibility="any",
+        num_nodes=num_nodes.astype(np.int32),
+    )
+    out, lse = run_attn(device, kdtree.verify_attn, case)
+    want_out, want_lse = case.reference()
+    for b, used in enumerate(num_nodes):
+        if used:
+            assert relative_error(out[b, :used], want_out[b, :used]) <= ATTN_ERROR
+        else:
+            assert not out[b].any()
+    assert_close(lse[:, 0], want_lse[:, 0], atol=2e-3)
+
+
 @pytest.mark.parametrize("batch", [0, 1, 65_537])
 def test_batch_sizes_at_q_1(device, rng, batch):
     case = attn_case(

@@ -1,7 +1,5 @@
 // verify_attn on CUDA: cuts the call into row tiles and key splits, runs the attention kernel of
 // the device's path, and merges the splits. attention/README.md has the whole picture.
-#include <algorithm>
-
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/schedule.h"
 #include "cuda/launch.h"
@@ -14,22 +12,8 @@ static attention::Schedule schedule_for(int64_t batch, int64_t qlen, int64_t hea
                              sm80::blocks_per_sm(rows), num_sms());
 }
 
-// Parts of the plan, where sm90's kernel has one; else 0.
-static int parts_for(const attention::Schedule &s, int64_t batch, bool pinned) {
-  if (current_path() != Path::sm90 || s.tile_rows != 64 || pinned || batch > attention::kMaxPlanned)
-    return 0;
-  return attention::plan_parts(s, batch, num_sms());
-}
-
-static int64_t plan_bytes(const attention::Schedule &s, int64_t batch, int parts) {
-  if (parts <= 1) return 0;
-  return attention::round_up(2 * parts * int64_t(s.rows) * attention::kPartialBytes +
-                             batch * sizeof(attention::Pieces));
-}
-
 int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads, bool pinned) {
-  const attention::Schedule s = schedule_for(batch, qlen, heads, pinned);
-  return std::max(s.workspace_bytes, plan_bytes(s, batch, parts_for(s, batch, pinned)));
+  return schedule_for(batch, qlen, heads, pinned).workspace_bytes;
 }
 
 void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
@@ -39,21 +23,18 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
     throw ValueError("batch: expected fewer than 2^31 rows (batch * qlen * heads), got batch " +
                      std::to_string(p.batch));
 
-  attention::Params a{p, s.rows, s.tiles, s.splits, 0, 0, 4, nullptr, nullptr, nullptr};
+  attention::Params a{p, s.rows, s.tiles, s.splits, 0, 4, nullptr, nullptr};
   if (p.block_table == nullptr && p.kv_indices_dtype == KDTREE_I64) a.entry_bytes = 8;
   while (int64_t(1) << a.page_shift < p.page_size) ++a.page_shift;
-  // Few rows are bound by memory, which the portable kernel fills as well; it also widens e4m3.
-  const bool sm90 = current_path() == Path::sm90 && s.tile_rows == 64 && p.kv_dtype == p.q_dtype;
-  if (sm90) a.parts = parts_for(s, p.batch, p.kv_split > 0);
-  const int64_t partials = (a.parts > 0 ? 2 * a.parts : p.batch * s.splits) * s.rows;
   a.partial_out = static_cast<float *>(p.workspace);
-  a.partial_lse = a.partial_out + partials * attention::kLatent;
-  a.pieces = reinterpret_cast<attention::Pieces *>(a.partial_lse + partials);
-  if (sm90)
+  a.partial_lse = a.partial_out + p.batch * s.splits * s.rows * attention::kLatent;
+  // Few rows are bound by memory, which the portable kernel fills as well; it also widens e4m3.
+  const bool wide = sm80::tile_rows(s.rows) == 64 && p.kv_dtype == p.q_dtype;
+  if (current_path() == Path::sm90 && wide)
     sm90::attention(a, stream);
   else
     sm80::attention(a, stream);
-  if (a.parts > 0 ? a.parts > 1 : s.splits > 1) attention::combine(a, stream);
+  if (s.splits > 1) attention::combine(a, stream);
 }
 
 }  // namespace kdtree::cuda

@@ -14,25 +14,17 @@ constexpr int kSplitUnit = 64;  // keys; split bounds are multiples of it
 // Keeps positions, look-ahead included, within an int.
 constexpr int kMaxPrefix = INT32_MAX - 4096;
 
-// The partial results of a request: `first`, first + 1, first + 3, first + 5...; see sm90.
-struct Pieces {
-  int first, count;
-};
-
 struct Params {
   kdtree_verify_attn_params p;
   int rows;         // Q * H: the rows of a request, slot-major (row = slot * H + head)
   int tiles;        // of rows, per request
   int splits;       // of keys, per request; 1: the kernel writes out and lse itself
-  int parts;        // of all keys of the batch, where a plan takes the place of splits; else 0
   int page_shift;   // log2(page_size)
   int entry_bytes;  // of a table entry: 4, or 8 for int64 CSR rows
-  // Partial results: output (normalized, kv_scale applied) and log2-sum-exp2, -inf where the split
-  // holds no key that the row sees; its output is not written then. For S = B * splits, or 2 *
-  // parts.
-  float *partial_out;  // [S, rows, 512]
-  float *partial_lse;  // [S, rows]
-  Pieces *pieces;      // [B], with parts
+  // With splits > 1, per row and split: output (normalized, kv_scale applied) and log2-sum-exp2,
+  // -inf where the split holds no key that the row sees; its output is not written then.
+  float *partial_out;  // [B, splits, rows, 512]
+  float *partial_lse;  // [B, rows, splits]
 };
 
 struct Request {

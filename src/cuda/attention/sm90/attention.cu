@@ -12,7 +12,6 @@
 
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/numeric.h"
-#include "cuda/attention/schedule.h"
 #include "cuda/attention/sm90/instructions.h"
 #include "cuda/launch.h"
 
@@ -21,7 +20,6 @@ namespace kdtree::cuda::sm90 {
 using attention::kDim;
 using attention::KeyRange;
 using attention::kLatent;
-using attention::kPieceBlocks;
 using attention::pack;
 using attention::Params;
 using attention::Request;
@@ -50,130 +48,36 @@ struct Keys {
   int box_rows;     // of a copy: min(page_size, 64), or 0 where the map is not used
 };
 
-// Lane 0's value; lets the compiler know that the warp's are the same.
-template <class T>
-__device__ __forceinline__ T uniform(T x) {
-  return __shfl_sync(~0u, x, 0);
-}
-
-// What a thread block works on: `count` requests from `first` on, of the first one the key blocks
-// from `begin`, of the last one those before `end`.
-struct Part {
-  int first, count, begin, end;
-  int partial;  // where partial results of the last one go
-};
-
-// What is computed at a time: rows first_row.. of a request, and a piece of its keys.
+// What a block works on: rows first_row.. of a request, and one split of its keys.
 struct Block {
   Request request;
   KeyRange keys;
-  int first_row, rows;
-  int partial;  // where its partial results go; negative: its results are whole
-  int steps;    // key blocks; from `plain` on they hold positions of the tree or past the end
+  int first_row, rows, split;
+  int steps;  // key blocks; from `plain` on they hold positions of the tree or past the end
   int plain;
-  int uses;  // bit i: whether buffer i was used an odd number of times before it
 };
 
-// Key blocks of a request: one at least.
-__device__ __forceinline__ int blocks_of(int length) {
-  return max((length + kKeys - 1) / kKeys, 1);
-}
-
-// Without a plan: one split of one request.
-__device__ __forceinline__ Part read_split(const Params &a) {
-  const int place = blockIdx.x / a.tiles, b = place / a.splits;
-  const Request request = attention::read_request(a, b);
-  const KeyRange keys = attention::split_keys(a, request.length, place % a.splits);
-  if (keys.begin >= keys.end) return {b, 1, 0, 0, place};
-  return {b, 1, keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys, place};
-}
-
-// A plan lines up the key blocks of all requests, kPieceBlocks between two, and cuts this line into
-// equal parts; with few keys there is none for the last thread blocks. Partial results of part n go
-// to place 2n for a request that began earlier, 2n + 1 for one that begins in it: `pieces` tells.
-// By a whole warp.
-__device__ __forceinline__ Part find_part(const Params &a) {
-  const int lane = threadIdx.x % 32;
-  const int number = blockIdx.x / a.tiles;
-  const int batch = static_cast<int>(a.p.batch);
-  // This lane's of 32 requests from `first` on.
-  const auto blocks = [&](int first) -> int64_t {
-    if (first + lane >= batch) return 0;
-    return blocks_of(attention::read_request(a, first + lane).length) + kPieceBlocks;
-  };
-  int64_t total = 0;
-  for (int first = 0; first < batch; first += 32) total += blocks(first);
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  total -= kPieceBlocks;
-  const int64_t parts = min(int64_t(a.parts), (total + 1) / 2);
-  if (number >= parts) return {0, 0, 0, 0, 0};
-  const int64_t begin = total * number / parts, end = total * (number + 1) / parts;
-  Part part{-1, 0, 0, 0, 0};
-  int64_t before = 0;
-  for (int first = 0; first < batch && before < end; first += 32) {
-    const int64_t own = blocks(first);
-    int64_t upto = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t x = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += x;
-    }
-    upto += before;
-    before = __shfl_sync(~0u, upto, 31);
-    const int64_t from = upto - own, to = upto - kPieceBlocks;
-    const unsigned inside = __ballot_sync(~0u, own > 0 && from < end && to > begin);
-    if (inside == 0) continue;
-    const int low = __ffs(inside) - 1, high = 31 - __clz(inside);
-    if (part.first < 0) {
-      part.first = first + low;
-      part.begin = static_cast<int>(max(begin - __shfl_sync(~0u, from, low), int64_t(0)));
-    }
-    part.count = first + high + 1 - part.first;
-    part.end =
-        static_cast<int>(min(end, __shfl_sync(~0u, to, high)) - __shfl_sync(~0u, from, high));
-    if (a.parts > 1 && blockIdx.x % a.tiles == 0 && (inside >> lane & 1) && from >= begin)
-      a.pieces[first + lane] = {2 * number + 1,
-                                static_cast<int>((to * parts - 1) / total - number + 1)};
-  }
-  if (part.count == 0) return {0, 0, 0, 0, 0};
-  part.partial = 2 * number + (part.count > 1 || part.begin == 0);
-  return part;
-}
-
-// The i-th request of a part. block: the one before.
-__device__ __forceinline__ void read_block(const Params &a, const Part &part, int i, Block &block) {
-  block.uses = uniform(block.uses ^ ((block.steps + 1) / 2 % 2 | block.steps / 2 % 2 * 2));
-  block.request = attention::read_request(a, part.first + i);
-  const int begin = i == 0 ? part.begin : 0, all = blocks_of(block.request.length);
-  const int end = i == part.count - 1 ? part.end : all;
-  const bool whole = a.parts > 0 ? begin == 0 && end == all : a.splits == 1;
-  block.partial = whole ? -1 : i == part.count - 1 ? part.partial : part.partial & ~1;
-  block.keys = {begin * kKeys, min(end * kKeys, block.request.length)};
-  block.steps = uniform(max(0, block.keys.end - block.keys.begin + kKeys - 1) / kKeys);
-  block.plain = max(0, block.request.prefix + 1 - block.keys.begin) / kKeys;
-  block.plain = uniform(min(block.plain, block.steps));
-}
-
-__device__ __forceinline__ Block first_block(const Params &a, const Part &part) {
-  Block block{};
+__device__ __forceinline__ Block read_block(const Params &a) {
+  Block block;
   block.first_row = blockIdx.x % a.tiles * kRows;
   block.rows = min(kRows, a.rows - block.first_row);
-  read_block(a, part, 0, block);
+  block.split = blockIdx.x / a.tiles % a.splits;
+  block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
+  block.keys = attention::split_keys(a, block.request.length, block.split);
+  block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
+  block.plain = max(0, block.request.prefix + 1 - block.keys.begin) / kKeys;
+  block.plain = min(block.plain, block.steps);
   return block;
 }
 
-// Steps that the copy engine brings; the others are gathered.
-__device__ __forceinline__ int boxed_steps(const Keys &keys, const Block &block) {
-  return keys.box_rows > 0 ? block.plain : 0;
-}
-
-// Of the barriers of a step's buffer, when it is full.
-__device__ __forceinline__ int phase_of(const Block &block, int step) {
-  return ((block.uses >> step % 2) + step / 2) % 2;
+// Lane 0's value.
+__device__ __forceinline__ int uniform(int x) {
+  return __shfl_sync(~0u, x, 0);
 }
 
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
-  alignas(1024) unsigned char keys[2][kTileBytes];         // right behind q
+  alignas(1024) unsigned char keys[2][kTileBytes];
   alignas(1024) unsigned char probabilities[kPanelBytes];  // rows by keys, of the latest key block
   uint64_t full[2][2], empty[2][2];                        // buffer, piece
   uint64_t shared_out[2];   // warpgroup's probabilities and maximum are there
@@ -182,7 +86,6 @@ struct Shared {
   uint64_t nodes[kRows];    // that a row sees
   float top[kRows];         // maximum in use as of the latest key block
   float sums[2][2][kRows];  // warpgroup; exact, and as rounded to T
-  Part part;
 };
 static_assert(sizeof(Shared) <= 232448);
 
@@ -190,22 +93,19 @@ __device__ __forceinline__ float read_kv_scale(const Params &a) {
   return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
 }
 
-// Of the block's partial results: its first row.
-__device__ __forceinline__ int64_t partial_row(const Params &a, const Block &block) {
-  return int64_t(block.partial) * a.rows + block.first_row;
-}
-
-// The results of an empty split, or of a padding request; by the consumers.
+// The results of an empty split, or of a padding request.
 template <class T>
 __device__ void write_nothing(const Params &a, const Block &block) {
   const int64_t row = block.request.b * a.rows + block.first_row;
-  const bool partial = block.partial >= 0;
-  float *lse = partial ? a.partial_lse + partial_row(a, block) : a.p.lse;
-  if (!partial && lse != nullptr) lse += row;
-  for (int i = threadIdx.x; lse != nullptr && i < block.rows; i += kConsumers) lse[i] = -INFINITY;
-  if (partial) return;
+  for (int i = threadIdx.x; i < block.rows; i += kThreads) {
+    if (a.splits > 1)
+      a.partial_lse[(row + i) * a.splits + block.split] = -INFINITY;
+    else if (a.p.lse != nullptr)
+      a.p.lse[row + i] = -INFINITY;
+  }
+  if (a.splits > 1) return;
   uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
-  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kConsumers) out[i] = {};
+  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
 }
 
 // ---- producers
@@ -219,10 +119,8 @@ __device__ __forceinline__ int page_of(const Params &a, const Request &request, 
   return page >= 0 && page < a.p.num_pages ? static_cast<int>(page) : -1;
 }
 
-// Waits until a buffer's piece may be overwritten; at once for its first use.
-__device__ __forceinline__ void wait_empty(Shared &shared, const Block &block, int step,
-                                           int piece) {
-  wait(shared.empty[step % 2][piece], phase_of(block, step) ^ 1);
+__device__ __forceinline__ void wait_empty(Shared &shared, int step, int piece) {
+  if (step >= 2) wait(shared.empty[step % 2][piece], step / 2 % 2 ^ 1);
 }
 
 // Whole boxes of pages, by one warp; each lane one page of a key block.
@@ -241,7 +139,7 @@ __device__ __forceinline__ void copy_pages(const Params &a, const Keys &keys, co
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       uint64_t &full = shared.full[step % 2][piece];
-      wait_empty(shared, block, step, piece);
+      wait_empty(shared, step, piece);
       if (lane == 0)
         arrive_expecting(full, (first_panel(piece + 1) - first_panel(piece)) * kPanelBytes);
       __syncwarp(lanes);
@@ -288,7 +186,7 @@ __device__ __forceinline__ void gather_keys(const Params &a, const Block &block,
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       uint64_t &full = shared.full[step % 2][piece];
-      wait_empty(shared, block, step, piece);
+      wait_empty(shared, step, piece);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
@@ -303,26 +201,17 @@ __device__ __forceinline__ void gather_keys(const Params &a, const Block &block,
   }
 }
 
-__device__ __forceinline__ void produce(const Params &a, const Keys &keys, Shared &shared,
-                                        int count) {
+__device__ __forceinline__ void produce(const Params &a, const Keys &keys, const Block &block,
+                                        Shared &shared) {
   const int thread = threadIdx.x - kConsumers;
-  Block block = first_block(a, shared.part);
-  for (int i = 0;;) {
-    if (block.steps > 0) {
-      const int boxed = boxed_steps(keys, block);
-      if (thread < 32) {
-        if (boxed > 0) copy_pages(a, keys, block, shared, boxed, thread);
-        __syncwarp();
-      }
-      if (boxed < block.steps) {
-        // tile_nodes is there; and nobody waits for a buffer before its turn.
-        sync_threads(kReadyBarrier, kThreads);
-        gather_keys(a, block, shared, boxed, thread);
-      }
-    }
-    if (++i == count) return;
-    read_block(a, shared.part, i, block);
+  const int boxed = keys.box_rows > 0 ? block.plain : 0;
+  if (thread < 32) {
+    if (boxed > 0) copy_pages(a, keys, block, shared, boxed, thread);
+    __syncwarp();
   }
+  // tile_nodes is there; and nobody waits for a buffer before its turn.
+  sync_threads(kReadyBarrier, kThreads);
+  if (boxed < block.steps) gather_keys(a, block, shared, boxed, thread);
 }
 
 // ---- consumers
@@ -402,23 +291,18 @@ __device__ __forceinline__ void multiply_out(Results &r, const float (&factor)[2
   }
 }
 
-// Waits for a piece of a key block,
-__device__ __forceinline__ void wait_full(const Block &block, Shared &shared, int buffer, int piece,
-                                          int step) {
-  wait(shared.full[buffer][piece], phase_of(block, step));
-  if (step >= block.plain) fence_async();
-}
-// and for its probabilities from the other warpgroup.
-__device__ __forceinline__ void wait_shared(const Block &block, Shared &shared, int buffer,
-                                            int step) {
-  wait(shared.shared_out[buffer], phase_of(block, step));
+// Waits for a piece of the key block that a buffer holds; turn: the buffer's how manieth.
+__device__ __forceinline__ void wait_full(Shared &shared, int buffer, int piece, int turn,
+                                          bool gathered) {
+  wait(shared.full[buffer][piece], turn % 2);
+  if (gathered) fence_async();
 }
 
 // scores = q keys, for one piece of the features.
 template <class T, int Piece>
 __device__ __forceinline__ void score(Shared &shared, int buffer, float (&s)[32]) {
-  const uint32_t q = uniform(along_rows(shared_address(shared.q)));
-  const uint32_t k = q + (sizeof(shared.q) + buffer * kTileBytes) / 16;
+  const uint32_t q = along_rows(shared_address(shared.q));
+  const uint32_t k = along_rows(shared_address(shared.keys[buffer]));
   fence_products();
 #pragma unroll
   for (int panel = first_panel(Piece); panel < first_panel(Piece + 1); ++panel) {
@@ -550,8 +434,8 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
   uint32_t p[16];
   // A block whose probabilities are warpgroup 1's.
   const auto add_odd = [&](int step) {
-    wait_full(block, shared, 1, 0, step);
-    wait_shared(block, shared, 1, step);
+    wait_full(shared, 1, 0, step / 2, step >= block.plain);
+    wait(shared.shared_out[1], step / 2 % 2);
     float top[2];
     read_top(shared, row, top);
     float factor[2];
@@ -564,9 +448,9 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
   };
   for (int step = 0; step < block.steps; step += 2) {
     const bool gathered = step >= block.plain;
-    wait_full(block, shared, 0, 0, step);
+    wait_full(shared, 0, 0, step / 2, gathered);
     score<T, 0>(shared, 0, s);
-    wait_full(block, shared, 0, 1, step);
+    wait_full(shared, 0, 1, step / 2, gathered);
     score<T, 1>(shared, 0, s);
     if (step > 0) {
       add_odd(step - 1);
@@ -595,7 +479,6 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
   if (block.steps % 2 == 0) add_odd(block.steps - 1);
   wait_products<0>();
   settle(r.out);
-  if (block.steps % 2 == 0) release(shared, 1, 0);
 }
 
 // Warpgroup 1: scores of odd key blocks, the right columns.
@@ -606,8 +489,8 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
   uint32_t p[16];
   // A block whose probabilities are warpgroup 0's.
   const auto add_even = [&](int step) {
-    wait_full(block, shared, 0, 1, step);
-    wait_shared(block, shared, 0, step);
+    wait_full(shared, 0, 1, step / 2, step >= block.plain);
+    wait(shared.shared_out[0], step / 2 % 2);
     float top[2];
     read_top(shared, row, top);
     float factor[2];
@@ -623,11 +506,11 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
     wait_products<1>();
     if (step > 1) release(shared, 1, 1);
     const bool gathered = step >= block.plain;
-    wait_full(block, shared, 1, 0, step);
+    wait_full(shared, 1, 0, step / 2, gathered);
     score<T, 0>(shared, 1, s);
     wait_products<1>();
     release(shared, 0, 1);
-    wait_full(block, shared, 1, 1, step);
+    wait_full(shared, 1, 1, step / 2, gathered);
     score<T, 1>(shared, 1, s);
     wait_products<0>();
     settle(s);
@@ -646,12 +529,14 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
   if (block.steps % 2 == 1) add_even(block.steps - 1);
   wait_products<0>();
   settle(r.out);
-  if (block.steps % 2 == 1) release(shared, 0, 1);
-  if (block.steps > 1) release(shared, 1, 1);
 }
 
-// The row's sums, of both warpgroups.
-__device__ __forceinline__ void share_sums(Shared &shared, int warpgroup, int row, Results &r) {
+// This warpgroup's half of the output, divided by the sums, and the lse; partial results when there
+// are splits.
+template <class T>
+__device__ __forceinline__ void write_results(const Params &a, const Block &block, Shared &shared,
+                                              int warpgroup, int row, Results &r) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -659,22 +544,16 @@ __device__ __forceinline__ void share_sums(Shared &shared, int warpgroup, int ro
       r.exact[h] += __shfl_xor_sync(~0u, r.exact[h], step);
       r.rounded[h] += __shfl_xor_sync(~0u, r.rounded[h], step);
     }
-    if (threadIdx.x % 4 == 0) {
+    if (lane % 4 == 0) {
       shared.sums[warpgroup][0][row + 8 * h] = r.exact[h];
       shared.sums[warpgroup][1][row + 8 * h] = r.rounded[h];
     }
   }
-}
-
-// This warpgroup's half of the output, divided by the sums, and the lse.
-template <class T>
-__device__ __forceinline__ void write_results(const Params &a, const Block &block,
-                                              const Shared &shared, int warpgroup, int row,
-                                              const Results &r) {
-  const int lane = threadIdx.x % 32;
-  const bool partial = block.partial >= 0;
+  arrive(shared.summed);
+  wait(shared.summed, 0);
   const int64_t first = block.request.b * a.rows + block.first_row;  // of B * rows
-  const int64_t first_partial = partial_row(a, block);
+  const int64_t first_partial =
+      (block.request.b * a.splits + block.split) * a.rows + block.first_row;
   const int column = warpgroup * 256 + lane % 4 * 2;
   const float kv_scale = read_kv_scale(a);
 #pragma unroll
@@ -683,103 +562,75 @@ __device__ __forceinline__ void write_results(const Params &a, const Block &bloc
     if (i >= block.rows) continue;
     if (warpgroup == 0 && lane % 4 == 0) {
       const float sum = shared.sums[0][0][i] + shared.sums[1][0][i];
-      if (partial)
-        a.partial_lse[first_partial + i] = r.top[h] + log2f(sum);
+      if (a.splits > 1)
+        a.partial_lse[(first + i) * a.splits + block.split] = r.top[h] + log2f(sum);
       else if (a.p.lse != nullptr)
         a.p.lse[first + i] = attention::natural_log(r.top[h], sum);
     }
     const float sum = shared.sums[0][1][i] + shared.sums[1][1][i];
     const float norm = sum > 0 ? kv_scale / sum : 0;
-    float *to = a.partial_out + (first_partial + i) * kLatent + column;
+    float *partial = a.partial_out + (first_partial + i) * kLatent + column;
     T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
       const float low = r.out[4 * n + 2 * h] * norm, high = r.out[4 * n + 2 * h + 1] * norm;
-      if (partial)
-        *reinterpret_cast<float2 *>(to + n * 8) = {low, high};
+      if (a.splits > 1)
+        *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
       else
         *reinterpret_cast<uint32_t *>(result + n * 8) = pack<T>(low, high);
     }
   }
 }
 
-// Brings in what a block starts with; nobody uses that of the one before any more.
-__device__ __forceinline__ void prepare(const Params &a, const Block &block, Shared &shared) {
-  if (block.steps == 0) return;
-  load_q(a, block, shared, threadIdx.x);
-  if (threadIdx.x < 32) read_nodes(a, block, shared, threadIdx.x);
+template <class T>
+__device__ __forceinline__ void consume(const Params &a, const Block &block, Shared &shared,
+                                        int warpgroup) {
+  const int thread = threadIdx.x;
+  load_q(a, block, shared, thread);
+  if (thread < 32) read_nodes(a, block, shared, thread);
+  wait_copies();
+  fence_async();
+  sync_threads(kConsumerBarrier, kConsumers);
+  arrive_threads(kReadyBarrier, kThreads);
+  Scale scale{1, a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f};  // for base 2
+  if (!(scale.inside > 0)) scale = {scale.inside, 1};
+  const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
+  Results r;
+  if (warpgroup == 0)
+    consume_left<T>(block, shared, scale, row, r);
+  else
+    consume_right<T>(block, shared, scale, row, r);
+  write_results<T>(a, block, shared, warpgroup, row, r);
 }
 
 template <class T>
-__device__ __forceinline__ void consume(const Params &a, const Keys &keys, Shared &shared,
-                                        int warpgroup, int count) {
-  const int thread = threadIdx.x;
-  const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
-  Scale scale{1, a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f};  // for base 2
-  if (!(scale.inside > 0)) scale = {scale.inside, 1};
-  Block block = first_block(a, shared.part);
-  prepare(a, block, shared);
-  int turn = 0;  // of `summed`
-  for (int i = 0; i < count;) {
-    const Block current = block;
-    Results r;
-    if (current.steps > 0) {
-      wait_copies();
-      fence_async();
-      sync_threads(kConsumerBarrier, kConsumers);
-      if (boxed_steps(keys, current) < current.steps) arrive_threads(kReadyBarrier, kThreads);
-      if (warpgroup == 0)
-        consume_left<T>(current, shared, scale, row, r);
-      else
-        consume_right<T>(current, shared, scale, row, r);
-      share_sums(shared, warpgroup, row, r);
-      arrive(shared.summed);
-      wait(shared.summed, turn);
-      turn ^= 1;
-    }
-    if (++i < count) {
-      read_block(a, shared.part, i, block);
-      prepare(a, block, shared);
-    }
-    if (current.steps > 0)
-      write_results<T>(a, current, shared, warpgroup, row, r);
-    else
-      write_nothing<T>(a, current);
-  }
-}
-
-// Planned: a block goes through a part of a plan, else it takes one split. To go through requests
-// costs a step 8%, as the compiler no longer knows what is the same throughout a warp.
-template <class T, bool Planned>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ Params a, const __grid_constant__ Keys keys) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char attention_smem[];
   Shared &shared = *reinterpret_cast<Shared *>(attention_smem);
-  if (threadIdx.x < 32) {
-    const Part part = Planned ? find_part(a) : read_split(a);
-    if (threadIdx.x == 0) {
-      shared.part = part;
-      for (int i = 0; i < 4; ++i) {
-        init_barrier(shared.full[i / 2][i % 2], 1);
-        init_barrier(shared.empty[i / 2][i % 2], 4);  // a warpgroup's warps
-      }
-      for (int i = 0; i < 2; ++i) init_barrier(shared.shared_out[i], 128);
-      init_barrier(shared.summed, kConsumers);
-      publish_barriers();
+  Block block = read_block(a);
+  if (block.steps == 0) return write_nothing<T>(a, block);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) {
+      init_barrier(shared.full[i / 2][i % 2], 1);
+      init_barrier(shared.empty[i / 2][i % 2], 4);  // a warpgroup's warps
     }
+    for (int i = 0; i < 2; ++i) init_barrier(shared.shared_out[i], 128);
+    init_barrier(shared.summed, kConsumers);
+    publish_barriers();
   }
   __syncthreads();
-  cudaTriggerProgrammaticLaunchCompletion();
-  const int count = Planned ? uniform(shared.part.count) : 1;
-  if (count == 0) return;
+  // Lets the compiler know that warps do not diverge.
   const int warpgroup = uniform(threadIdx.x / 128);
+  block.steps = uniform(block.steps);
+  block.plain = uniform(block.plain);
   if (warpgroup == kConsumers / 128) {
-    shrink_registers<56>();
-    produce(a, keys, shared, count);
+    shrink_registers<40>();
+    produce(a, keys, block, shared);
   } else {
-    grow_registers<224>();
-    consume<T>(a, keys, shared, warpgroup, count);
+    grow_registers<232>();
+    consume<T>(a, block, shared, warpgroup);
   }
 #endif
 }
@@ -823,20 +674,12 @@ static Keys describe_keys(const kdtree_verify_attn_params &p) {
   return keys;
 }
 
-template <bool Planned>
-static void run(const Params &a, int blocks, Stream stream) {
-  const auto kernel = a.p.q_dtype == KDTREE_BF16 ? attention_kernel<__nv_bfloat16, Planned>
-                                                 : attention_kernel<__half, Planned>;
-  allow_smem(kernel, sizeof(Shared));
-  launch("verify_attn", kernel, dim3(blocks), dim3(kThreads), sizeof(Shared), stream, a,
-         describe_keys(a.p));
-}
-
 void attention(const Params &a, Stream stream) {
-  if (a.parts > 0)
-    run<true>(a, a.tiles * a.parts, stream);
-  else
-    run<false>(a, a.tiles * static_cast<int>(a.p.batch) * a.splits, stream);
+  const auto kernel =
+      a.p.q_dtype == KDTREE_BF16 ? attention_kernel<__nv_bfloat16> : attention_kernel<__half>;
+  allow_smem(kernel, sizeof(Shared));
+  launch("verify_attn", kernel, dim3(a.p.batch * a.splits * a.tiles), dim3(kThreads),
+         sizeof(Shared), stream, a, describe_keys(a.p));
 }
 
 }  // namespace kdtree::cuda::sm90

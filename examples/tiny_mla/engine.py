@@ -28,7 +28,7 @@ import numpy as np
 from tiny_mla.cache import PAGE, PagedCache
 from tiny_mla.drafter import BLOCK, Drafter
 from tiny_mla.model import Attend, Layer, Target, load
-from tiny_mla.ops import Array, Clock, Ops
+from tiny_mla.ops import Array, Ops
 from tiny_mla.tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -90,7 +90,6 @@ class Decoder:
         batch: int,
         capacity: int,
         temperature: float = 0.0,
-        timed: bool = False,
     ) -> None:
         self.target, self.drafter, self.method = target, drafter, method
         self.ops = ops = target.ops
@@ -119,15 +118,10 @@ class Decoder:
         self.passes = ops.zeros((batch,), ops.int64)
         self.seeds = ops.zeros((batch,), ops.int64)
         self.text = ops.zeros((batch, capacity + self.margin), ops.int64)
-        self.clock: Clock | None = ops.clock() if timed else None
         self.tree: Any = None  # of the last round, for those who want to look
         self.logits: Any = None
         self.accept: Any = None
         self.round: Callable[[], None] = ops.capture(self._round)
-
-    def _lap(self, name: str) -> None:
-        if self.clock:
-            self.clock.lap(name)
 
     def _attend(
         self, first_layer: int, places: Array, prefix_lens: Array, visibility: Array, nodes: Array
@@ -138,7 +132,6 @@ class Decoder:
             self.cache.write(first_layer + index, places, rows)
             q = self.ops.concat([layer.absorb(q_nope), q_rope])
             q = self.ops.cast(q, self.ops.float16)
-            self._lap("models")
             attended = kdtree.verify_attn(
                 q.reshape(self.batch, -1, *q.shape[1:]),
                 self.cache.rows[first_layer + index],
@@ -149,7 +142,6 @@ class Decoder:
                 sm_scale=layer.config.sm_scale,
                 kv_split=PAGE,  # a request's bits depend on no other request
             )
-            self._lap("verify_attn")
             return layer.values(self.ops.cast(attended, self.ops.float32).reshape(*q.shape[:2], -1))
 
         return attend
@@ -178,36 +170,23 @@ class Decoder:
             (self.prefix_lens[:, None] + self.block).reshape(-1),
             attend,
         )
-        self._lap("models")
-        top = kdtree.draft_topk(logits, self.method.candidates)
-        self._lap("draft_topk")
-        return top
+        return kdtree.draft_topk(logits, self.method.candidates)
 
     def _round(self) -> None:
-        if self.clock:
-            self.clock.start()
         top = self._draft()
         tree = kdtree.build_ddtree(
             top.logprobs, top.ids, self.roots, self.prefix_lens, budget=self.method.budget
         )
-        self._lap("build_ddtree")
         places = self.cache.locate(self.prefix_lens, self.slots)
         attend = self._attend(0, places, self.prefix_lens, tree.visibility, tree.num_nodes)
         logits = self._run_target(tree.draft_tokens, tree.positions, attend, places)
         logits = logits.reshape(self.batch, self.method.slots, -1)
-        self._lap("models")
         accept = kdtree.tree_accept_logits(
-            tree,
-            logits,
-            temperature=self.temperature,
-            seeds=self.seeds,
+            tree, logits, temperature=self.temperature, seeds=self.seeds
         )
-        self._lap("tree_accept_logits")
         kdtree.commit_kv(self.cache.rows, self.cache.table, self.prefix_lens, accept)
-        self._lap("commit_kv")
         self._advance(accept)
         self.tree, self.logits, self.accept = tree, logits, accept
-        self._lap("state")
 
     def _advance(self, accept: kdtree.Accept) -> None:
         """The new tokens to the text; the bonus is the next root. Nothing moves for spare rows."""
@@ -258,8 +237,6 @@ class Decoder:
             attend = self._attend(0, places, before, None, nodes)
             chunk = ops.asarray(tokens[:, begin : begin + PAGE])
             self._run_target(chunk, before[:, None] + slots, attend, places)
-        if self.clock:
-            self.clock.reset()
 
     def run(
         self,
@@ -282,8 +259,6 @@ class Decoder:
             if watch is None and rounds % 8 and rounds < new_tokens:
                 continue
             lengths = self.ops.numpy(self.lengths).tolist()[: len(prompts)]
-            if self.clock:
-                self.clock.collect()
             if watch:
                 text = self.ops.numpy(self.text)
                 watch(

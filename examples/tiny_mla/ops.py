@@ -7,10 +7,7 @@ decode on a CPU; torch serves the GPU and the training.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,57 +15,10 @@ import numpy as np
 Array = Any  # numpy.ndarray or torch.Tensor
 
 
-class Clock:
-    """Seconds by name, on a CPU: each lap is the time since the one before."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._last = 0.0
-
-    def reset(self) -> None:
-        self.seconds.clear()
-
-    def start(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] += now - self._last
-        self._last = now
-
-    def collect(self) -> None:
-        """Takes the times of the last round in, where they come from the device."""
-
-
-class CudaClock(Clock):
-    """The same by events on the stream, which are part of a captured round."""
-
-    def __init__(self, torch: Any) -> None:
-        super().__init__()
-        self.torch = torch
-        self._events: list[tuple[str, Any]] = []
-
-    def _mark(self, name: str) -> None:
-        event = self.torch.cuda.Event(enable_timing=True, external=True)
-        event.record()
-        self._events.append((name, event))
-
-    def start(self) -> None:
-        self._events = []
-        self._mark("")
-
-    def lap(self, name: str) -> None:
-        self._mark(name)
-
-    def collect(self) -> None:
-        self.torch.cuda.synchronize()
-        for (_, begin), (name, end) in pairwise(self._events):
-            self.seconds[name] += begin.elapsed_time(end) / 1e3
-
-
 class Ops(Protocol):
     """What the models and the decoding loop ask of an array library."""
 
+    on_gpu: bool
     float16: Any
     float32: Any
     int32: Any
@@ -83,13 +33,13 @@ class Ops(Protocol):
     def silu(self, x: Array) -> Array: ...
     def numpy(self, x: Array) -> np.ndarray[Any, Any]: ...
     def wait(self) -> None: ...
-    def clock(self) -> Clock: ...
     def capture(self, step: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class NumpyOps:
     """NumPy, on the CPU."""
 
+    on_gpu = False
     float16, float32, int32, int64 = np.float16, np.float32, np.int32, np.int64
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
@@ -121,9 +71,6 @@ class NumpyOps:
     def wait(self) -> None:
         """Nothing is ever pending."""
 
-    def clock(self) -> Clock:
-        return Clock()
-
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         return step
 
@@ -135,6 +82,7 @@ class TorchOps:
         import torch
 
         self.torch, self.device = torch, torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
         self.float16, self.float32 = torch.float16, torch.float32
         self.int32, self.int64 = torch.int32, torch.int64
 
@@ -164,15 +112,12 @@ class TorchOps:
 
     def wait(self) -> None:
         """Until the device has done all that was asked of it."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self.torch.cuda.synchronize()
-
-    def clock(self) -> Clock:
-        return CudaClock(self.torch) if self.device.type == "cuda" else Clock()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """The step as one CUDA graph; run now a few times, so it must do nothing yet."""
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             return step
         torch = self.torch
         side = torch.cuda.Stream()

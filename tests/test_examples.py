@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,8 @@ def test_what_evaluate_shows(tmp_path, device):
         assert m["wrong"] == 0
         assert m["same"] + m["near_ties"] == prompts
         assert m["near_ties"] <= 0.05 * prompts
+    # Two logits may both move, so that the near-ties are of evaluate.TIE, 0.01.
+    assert result["rounding"] < 0.005
     # 8 requests at once and each alone.
     assert result["alone"]["wrong"] == 0
     assert result["alone"]["same"] >= 7
@@ -128,6 +132,8 @@ def test_decode_refuses(arguments):
 
 # ---- transformers
 
+# Asked of the metadata: where it is installed, an import that fails is a failure, not a skip.
+TRANSFORMERS = version("transformers") if find_spec("transformers") else None
 PAGE, QLEN = 16, 25
 
 
@@ -187,10 +193,15 @@ class Attention:
 
 
 @devices
+@pytest.mark.skipif(
+    TRANSFORMERS is None or int(TRANSFORMERS.split(".")[0]) < 5,
+    reason=f"needs transformers 5, installed: {TRANSFORMERS}",
+)
 def test_transformers_deepseek_v3(device):
     """Another author's model over our ops: the text of its own greedy generate()."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers", minversion="5")
+    import torch
+    import transformers
+
     torch.manual_seed(12)  # the best two logits of these texts are never closer than 0.009
     config = transformers.DeepseekV3Config(
         vocab_size=96,

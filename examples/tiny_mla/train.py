@@ -146,7 +146,9 @@ def blocks(context: list[Tensor], length: int, anchors: Tensor) -> Attend:
 class Optimizer:
     """AdamW with warm-up and a linear decay to zero; the number of steps given or timed."""
 
-    def __init__(self, weights: Weights, rate: float, steps: int, seconds: float) -> None:
+    def __init__(
+        self, weights: Weights, rate: float, steps: int, seconds: float, ops: TorchOps
+    ) -> None:
         matrices = [w for w in weights.values() if w.ndim > 1]
         vectors = [w for w in weights.values() if w.ndim == 1]
         groups = [
@@ -155,7 +157,7 @@ class Optimizer:
         ]
         self.adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
         self.weights = list(weights.values())
-        self.rate, self.steps, self.seconds = rate, steps, seconds
+        self.rate, self.steps, self.seconds, self.ops = rate, steps, seconds, ops
         self.warmup = 200
 
     def run(self, loss_of: Callable[[], Tensor], report: Callable[[int, float], None]) -> None:
@@ -164,10 +166,10 @@ class Optimizer:
         started = time.perf_counter()
         while self.steps == 0 or step < self.steps:
             if self.steps == 0 and step == probe // 2:
-                torch.cuda.synchronize() if torch.cuda.is_available() else None
+                self.ops.wait()
                 half = time.perf_counter()
             if self.steps == 0 and step == probe:
-                torch.cuda.synchronize() if torch.cuda.is_available() else None
+                self.ops.wait()
                 now = time.perf_counter()
                 left = self.seconds - (now - started)
                 self.steps = probe + max(0, int(left / ((now - half) / (probe - probe // 2))))
@@ -336,7 +338,7 @@ def main() -> None:
         curve.append((step, round(loss, 4), evaluation(held)))
         log("target step, train loss, held-out loss:", *curve[-1])
 
-    optimizer = Optimizer(weights, 3e-3, args.steps[0], args.seconds[0])
+    optimizer = Optimizer(weights, 3e-3, args.steps[0], args.seconds[0], ops)
     optimizer.run(target_loss, target_report)
     result["target"] = {
         "weights": numbers,
@@ -411,7 +413,7 @@ def main() -> None:
         log("drafter step, loss, held-out chain tokens a pass:", *track[-1])
 
     left = args.seconds[1] - (time.perf_counter() - begun)
-    optimizer = Optimizer(own, 3e-3, args.steps[1], left)
+    optimizer = Optimizer(own, 3e-3, args.steps[1], left, ops)
     optimizer.run(drafter_loss, drafter_report)
     tokens_a_pass, accuracy = foresight()
     result["drafter"] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +17,7 @@ from support import (
     ATTN_ERROR,
     BF16,
     F16,
+    FULL,
     Backend,
     DLPackArray,
     TorchBackend,
@@ -275,7 +278,7 @@ def copies(s: State) -> State:
 
 
 def outputs_like(r: Any) -> Any:
-    """Arrays to write a Result into, filled with rubbish; shared ones stay shared."""
+    """Arrays to write results into, filled with rubbish; shared ones stay shared."""
     made: dict[int, Any] = {}
 
     def like(x: Any) -> Any:
@@ -283,11 +286,13 @@ def outputs_like(r: Any) -> Any:
             if id(x) not in made:
                 made[id(x)] = torch.full_like(x, 77)
             return made[id(x)]
-        if isinstance(x, (DraftTopK, Tree, Accept)):
+        if isinstance(x, tuple):
+            return tuple(like(item) for item in x)
+        if isinstance(x, (DraftTopK, Tree, Accept, Result)):
             return type(x)(**{e.name: like(getattr(x, e.name)) for e in fields(x)})
         return x
 
-    return Result(*(like(getattr(r, e.name)) for e in fields(r)))
+    return like(r)
 
 
 @needs_cuda
@@ -412,3 +417,285 @@ def test_cuda_equals_cpu_to_the_bit_in_integers(rng):
         assert_same(r.tree, same_top)
         accept = kdtree.tree_accept_logits(r.tree, s.target_logits, temperature=0.7, seeds=s.seeds)
         assert_same(r.sampled, accept)
+
+
+# ---- kdtree.Round
+
+
+def new_round(backend: Backend, like: Any = None, **options: Any) -> kdtree.Round:
+    """Of the shape of a State; like: an array of the backend."""
+    like = backend.array(np.zeros(1, np.int32)) if like is None else like
+    dtype = backend.array(np.zeros(1, F16)).dtype
+    sizes: dict[str, Any] = {"batch": B, "depth": L, "k": K, "budget": BUDGET, "heads": HEADS}
+    return kdtree.Round(like, **(sizes | {"dtype": dtype, "sm_scale": SCALE} | options))
+
+
+def run_round(r: kdtree.Round, s: State, **sampling: Any) -> kdtree.Round:
+    r.draft(s.draft_logits, s.roots, s.prefix_lens)
+    r.verify(s.q, s.kv_caches[0], s.block_table, s.prefix_lens)
+    r.accept(s.target_logits, **sampling)
+    r.commit(s.kv_caches, s.block_table, s.prefix_lens)
+    return r
+
+
+def arrays_of(r: kdtree.Round) -> tuple[Any, ...]:
+    return r.top, r.tree, r.out, r.lse, r.accepted
+
+
+@pytest.fixture
+def round_backend(backend):
+    if backend.name == "dlpack":
+        pytest.skip("whoever has arrays of another library brings the buffers of each op")
+    return backend
+
+
+@pytest.mark.parametrize("options", [{}, {"chain_seed": True}, {"kv_split": 64}, "stop"], ids=str)
+def test_round_equals_the_ops(round_backend, rng, options):
+    backend = round_backend
+    attention = options if "kv_split" in options else {}
+    drafting = {} if attention else options
+    if options == "stop":
+        cost = np.linspace(0, 1.5, Q).astype(np.float32)
+        drafting = {"node_cost": backend.array(cost), "base_cost": 1.0}
+    r = new_round(backend, vocab_size=VOCAB - 3, **drafting, **attention)
+    for sampled in (False, True, False):  # rounds after one another, in the same buffers
+        s = new_state(rng, F16)
+        mine, given = backend.put(s), backend.put(s)
+        temperature = np.linspace(0, 1, B).astype(np.float32)
+        sampling = {"temperature": backend.array(temperature), "seeds": mine.seeds}
+        run_round(r, mine, **(sampling if sampled else {}))
+
+        top = kdtree.draft_topk(given.draft_logits, K, vocab_size=VOCAB - 3)
+        tree = kdtree.build_ddtree(
+            top.logprobs, top.ids, given.roots, given.prefix_lens, budget=BUDGET, **drafting
+        )
+        out, lse = kdtree.verify_attn(
+            *(given.q, given.kv_caches[0], given.block_table, given.prefix_lens, tree.visibility),
+            num_nodes=tree.num_nodes,
+            sm_scale=SCALE,
+            return_lse=True,
+            **attention,
+        )
+        accept = kdtree.tree_accept_logits(
+            tree, given.target_logits, vocab_size=VOCAB - 3, **(sampling if sampled else {})
+        )
+        kdtree.commit_kv(given.kv_caches, given.block_table, given.prefix_lens, accept)
+        assert_same(backend.get(arrays_of(r)), backend.get((top, tree, out, lse, accept)))
+        assert_same(backend.numpy(mine.kv_caches), backend.numpy(given.kv_caches))
+
+
+def test_round_accepts_token_ids_and_other_trees(round_backend, rng):
+    backend = round_backend
+    s = new_state(rng, F16)
+    given = backend.put(s)
+    r = new_round(backend)
+    r.draft(given.draft_logits, given.roots, given.prefix_lens)
+    tree = backend.get(r.tree)
+    parents = np.where(np.arange(Q) < tree.num_nodes[:, None], np.arange(-1, Q - 1), -1)
+    parents = parents.astype(np.int32)
+    tokens = s.target_logits.argmax(-1)
+    for other in (parents, tree.parents):
+        r.tree = kdtree.tree_links(
+            backend.array(other), r.tree.num_nodes, draft_tokens=r.tree.draft_tokens
+        )
+        want = reference.tree_links(other, tree.num_nodes, draft_tokens=tree.draft_tokens)
+        want = reference.tree_accept(want, tokens)
+        assert_same(backend.get(r.accept(backend.array(tokens))), want)
+
+
+def test_round_of_fewer_requests(round_backend, rng):
+    backend = round_backend
+    whole = new_round(backend)
+    few = whole.rows(3)
+    s = backend.put(new_state(rng, F16))
+    for e in fields(s):
+        if e.name != "kv_caches":
+            setattr(s, e.name, getattr(s, e.name)[:3])
+    caches = backend.array(backend.numpy(s.kv_caches))
+    run_round(few, s)
+    s.kv_caches = caches
+    assert_same(backend.get(arrays_of(few)), backend.get(arrays_of(run_round(whole.rows(3), s))))
+    top = kdtree.draft_topk(s.draft_logits, K)
+    assert_same(backend.get(few.top), backend.get(top))
+    assert_same(backend.numpy(whole.top.ids)[:3], backend.numpy(few.top.ids))  # its memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch", [B, 2])
+def test_round_of_shards(round_backend, rng, ranks, batch):
+    """Ranks as threads: all have the same tree and tokens, those of the whole vocabulary."""
+    backend, width = round_backend, -(-VOCAB // ranks)
+    s = new_state(rng, F16)
+    s.draft_logits = rng.integers(0, 3, s.draft_logits.shape).astype(np.float32)  # ties
+    s.target_logits = rng.integers(0, 3, s.target_logits.shape).astype(np.float32)
+    sent, barrier = [None] * ranks, threading.Barrier(ranks, timeout=60)
+
+    def columns(x: Any, rank: int) -> Any:
+        """A rank's columns; what is past the vocabulary must not matter."""
+        past = np.full((*x.shape[:-1], ranks * width - VOCAB), 9, np.float32)
+        part = np.concatenate([x, past], -1)[:batch, ..., rank * width : (rank + 1) * width]
+        return backend.array(part)
+
+    def run(rank: int) -> Any:
+        def all_gather(received: Any, piece: Any) -> None:
+            sent[rank] = piece
+            barrier.wait()
+            for i in range(ranks):
+                received[i * len(piece) : (i + 1) * len(piece)] = sent[i]
+            barrier.wait()
+
+        try:
+            r = new_round(
+                backend,
+                vocab_size=VOCAB,
+                shards=ranks,
+                vocab_start=rank * width,
+                all_gather=all_gather,
+            ).rows(batch)
+            roots, prefix_lens = backend.put((s.roots[:batch], s.prefix_lens[:batch]))
+            for _ in range(2):
+                r.draft(columns(s.draft_logits, rank), roots, prefix_lens)
+                r.accept(columns(s.target_logits, rank))
+            return backend.get((r.top, r.tree, r.accepted))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(run, range(ranks)))
+    for other in results[1:]:
+        assert_same(other, results[0])
+    top, tree, accept = results[0]
+    want = reference.draft_topk(s.draft_logits[:batch], K)
+    assert_same(top.ids, want.ids)
+    assert_close(top.logprobs, want.logprobs, atol=2e-5)
+    want = reference.build_ddtree(
+        top.logprobs, top.ids, s.roots[:batch], s.prefix_lens[:batch], budget=BUDGET
+    )
+    assert_same(tree, want)
+    assert_same(accept, reference.tree_accept_logits(tree, s.target_logits[:batch]))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_round_of_plain_decoding(round_backend, rng, shared):
+    """No draft: trees of a root alone."""
+
+    def all_gather(received: Any, sent: Any) -> None:
+        received[:] = sent
+
+    backend = round_backend
+    s = new_state(rng, F16)
+    r = new_round(backend, depth=0, budget=0, all_gather=all_gather if shared else None)
+    nothing = backend.array(np.zeros((B, 0, VOCAB), np.float32))
+    tree = backend.get(r.draft(nothing, *backend.put((s.roots, s.prefix_lens))))
+    assert_same(tree.num_nodes, (s.roots >= 0).astype(np.int32))
+    first = s.target_logits[:, :1]
+    accept = backend.get(r.accept(backend.array(first)))
+    assert_same(accept.accept_tokens, np.where(s.roots[:, None] >= 0, first.argmax(-1), -1))
+
+
+def test_round_refuses(rng):
+    backend = Backend()
+    r = new_round(backend)
+    s = new_state(rng, F16)
+    gather = {"shards": 2, "all_gather": lambda received, sent: None}
+    for error, name, call in [
+        (TypeError, "like", lambda: new_round(backend, DLPackArray(np.zeros(1)))),
+        (TypeError, "like", lambda: new_round(backend, [0])),
+        (ValueError, "batch", lambda: new_round(backend, batch=0)),
+        (TypeError, "batch", lambda: new_round(backend, batch=2.0)),
+        (TypeError, "batch", lambda: new_round(backend, batch=True)),
+        (ValueError, "depth", lambda: new_round(backend, depth=-1)),
+        (ValueError, "k", lambda: new_round(backend, k=65)),
+        (ValueError, "budget", lambda: new_round(backend, budget=65)),
+        (ValueError, "heads", lambda: new_round(backend, heads=129)),
+        (TypeError, "dtype", lambda: new_round(backend, dtype=np.float32)),
+        (ValueError, "shards", lambda: new_round(backend, shards=0)),
+        (TypeError, "all_gather", lambda: new_round(backend, shards=2)),
+        (TypeError, "all_gather", lambda: new_round(backend, all_gather=3)),
+        (ValueError, "batch", lambda: r.rows(B + 1)),
+        (ValueError, "logits", lambda: r.draft(s.draft_logits[1:], s.roots, s.prefix_lens)),
+        (ValueError, "logits", lambda: r.draft(s.draft_logits[:, 1:], s.roots, s.prefix_lens)),
+        (TypeError, "logits", lambda: r.draft(None, s.roots, s.prefix_lens)),
+        (ValueError, "root_tokens", lambda: r.draft(s.draft_logits, s.roots[1:], s.prefix_lens)),
+        (
+            ValueError,
+            "q",
+            lambda: r.verify(s.q[:, :, 1:], s.kv_caches[0], s.block_table, s.prefix_lens),
+        ),
+        (ValueError, "target", lambda: r.accept(s.target_logits[:, 1:])),
+        (ValueError, "temperature", lambda: r.accept(s.target_logits[..., 0], temperature=0.5)),
+        (ValueError, "seeds", lambda: r.accept(s.target_logits[..., 0], seeds=s.seeds)),
+        (
+            ValueError,
+            "temperature",
+            lambda: new_round(backend, **gather).accept(s.target_logits, temperature=1.0),
+        ),
+        (ValueError, "seeds", lambda: r.accept(s.target_logits, temperature=0.5)),
+        (TypeError, "target_predict", lambda: r.accept(s.target_logits[..., 0])),
+        (ValueError, "block_table", lambda: r.commit(s.kv_caches, None, s.prefix_lens)),
+    ]:
+        with pytest.raises(error, match=rf"^{name}: expected"):
+            call()
+
+
+def test_round_dtypes():
+    r = new_round(Backend(), dtype=BF16.type)
+    assert r.out.dtype == BF16
+    assert new_round(Backend(), dtype=BF16).out.dtype == BF16
+    if torch:
+        like = torch.zeros(1)
+        assert new_round(Backend(), like, dtype=torch.bfloat16).out.dtype == torch.bfloat16
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_round_in_a_graph(rng, dtype):
+    """A whole round, captured once: each of many replays equals the eager CPU round."""
+    backend, held = TorchBackend("cuda"), 50
+    replays = 10_000 if FULL and dtype == F16 else 200
+    gpu = new_round(backend, dtype=backend.array(np.zeros(1, dtype)).dtype)
+    cpu = new_round(Backend(), dtype=dtype)
+    live = backend.put(new_state(rng, dtype))
+    temperature = np.linspace(0, 1, B).astype(np.float32)
+    sampling = {"temperature": backend.array(temperature), "seeds": live.seeds}
+    run_round(gpu, live, **sampling)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_round(gpu, live, **sampling)
+
+    accepted = 0
+    for _ in range(replays // held):
+        states = [new_state(rng, dtype) for _ in range(held)]
+        given = [backend.put(s) for s in states]
+        results = [outputs_like(arrays_of(gpu)) for _ in states]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for new, result in zip(given, results, strict=True):
+                copy_into(live, new)
+                graph.replay()
+                for to, x in zip(result, arrays_of(gpu), strict=True):
+                    copy_into(to, x)
+                new.kv_caches.copy_(live.kv_caches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for s, new, result in zip(states, given, results, strict=True):
+            top, tree, out, lse, accept = backend.get(result)
+            cpu.draft(s.draft_logits, s.roots, s.prefix_lens)
+            assert_same(top.ids, cpu.top.ids)
+            assert_close(top.logprobs, cpu.top.logprobs, atol=2e-5)
+            # From here on the same log-probs, to the bit: rounding may order near-ties otherwise.
+            kdtree.build_ddtree(
+                top.logprobs, top.ids, s.roots, s.prefix_lens, budget=BUDGET, out=cpu.tree
+            )
+            assert_same(tree, cpu.tree)
+            cpu.verify(s.q, s.kv_caches[0], s.block_table, s.prefix_lens)
+            assert relative_error(out, cpu.out.astype(np.float64)) <= 2 * ATTN_ERROR
+            assert_close(lse, cpu.lse, atol=2e-3)
+            cpu.accept(s.target_logits, temperature=temperature, seeds=s.seeds)
+            assert_same(accept, cpu.accepted)
+            cpu.commit(s.kv_caches, s.block_table, s.prefix_lens)
+            assert_same(backend.numpy(new.kv_caches), s.kv_caches)
+            accepted += int(accept.accept_token_num.sum())
+    assert accepted > replays

@@ -6,6 +6,8 @@
     tree_accept     walk the tree along the target's own tokens
     commit_kv       move the accepted tokens' KV rows to their final places
 
+`Round` holds the buffers of a round and runs these steps in order.
+
 Every op takes NumPy arrays, torch tensors (CPU or CUDA) and any other DLPack producer, all on
 one device, and returns arrays of the same library. Importing this module imports neither NumPy
 nor torch and touches no CUDA state.
@@ -17,6 +19,7 @@ from kdtree.attention import verify_attn, verify_attn_workspace
 from kdtree.commit import commit_kv
 from kdtree.draft import draft_topk, merge_topk
 from kdtree.records import Accept, DraftTopK, Tree
+from kdtree.round import Round
 from kdtree.tree import build_ddtree, expand_mask, tree_links
 
 #: Most tree slots of a request, root included: 64 nodes fit one 64-bit ancestor word.
@@ -29,6 +32,7 @@ __all__ = [
     "MAX_QLEN",
     "Accept",
     "DraftTopK",
+    "Round",
     "Tree",
     "build_ddtree",
     "commit_kv",

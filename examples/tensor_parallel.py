@@ -17,10 +17,10 @@ activations are: trees that each rank built from its own copy would differ, and 
 printed. Every round is also compared with the unsharded one, over the columns and heads that the
 ranks used. Any difference ends in exit status 1.
 
-Then the time of a round with one layer, by rank, against a lone GPU that does the same share of the
-work: the rank's columns and heads, nothing to gather. The ratio is what sharing costs: two
-gathers, two merges, and the largest logit of every slot, where a lone GPU reads only the slots that
-it visits. More layers have the same two gathers.
+Then the microseconds of a round with one layer, by rank, against the same round without its two
+gathers: the first ratio is what they cost. "alone" is a lone GPU with these columns and heads: the
+second ratio also has two merges in it, and the largest logit of every slot, where a lone GPU reads
+only the slots that it visits. More layers have the same two gathers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -311,21 +312,20 @@ def time_rounds(group: Group, shape: Shape) -> None:
         for exchange in exchanges:
             all_gather(exchange.received, exchange.sent)
 
-    times = [
-        median_us(group, call)
-        for call in (lambda: run_round(lone, x), lambda: run_round(mine, x), gathers)
-    ]
+    times = [median_us(group, call) for call in (partial(run_round, mine, x), gathers)]
+    mine.all_gather = lambda received, sent: None  # what was received stays
+    times += [median_us(group, partial(run_round, r, x)) for r in (mine, lone)]
     table = torch.tensor(times, device=group.device)
     of_ranks = table.new_empty(group.count * len(times))
     all_gather(of_ranks, table)
     if group.rank == 0:
-        alone, shared, gathered = of_ranks.view(group.count, -1).T.tolist()
-        sent = sum(e.sent.numel() for e in exchanges)
-        ratios = [a / b for a, b in zip(shared, alone, strict=True)]
+        shared, gathered, no_gathers, alone = of_ranks.view(group.count, -1).T.tolist()
         by_rank = "".join(f"{t:7.0f}" for t in shared)
+        ratios = [max(a / b for a, b in zip(shared, x, strict=True)) for x in (no_gathers, alone)]
         print(
-            f"  {shape.batch:5} {max(alone):10.0f} {by_rank:>12} {max(ratios):8.2f}"
-            f" {max(gathered):12.0f} {sent:12,}",
+            f"  {shape.batch:5} {by_rank:>8} {max(no_gathers):11.0f} {ratios[0]:6.2f}"
+            f" {max(alone):6.0f} {ratios[1]:6.2f} {max(gathered):8.0f}"
+            f" {sum(e.sent.numel() for e in exchanges):11,}",
             flush=True,
         )
 
@@ -339,8 +339,8 @@ def work(device: str, options: argparse.Namespace) -> None:
     size = {"vocab": options.vocab, "heads": options.heads}
     good = check(group, Shape(batch=3, depth=5, k=8, budget=20, prefix=150, **size), options.rounds)
     if group.rank == 0 and options.batch:
-        by_rank = f"{'us, by rank':>{max(12, 7 * group.count)}}"
-        print(f"\n  batch  us, alone {by_rank}    ratio  gathers, us   bytes sent")
+        by_rank = f"{'by rank':>{max(8, 7 * group.count)}}"
+        print(f"\n  batch {by_rank}  no gathers  ratio  alone  ratio  gathers  bytes sent")
     for batch in options.batch:
         time_rounds(
             group, Shape(batch=batch, depth=8, k=16, budget=32, prefix=options.prefix, **size)

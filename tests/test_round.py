@@ -35,6 +35,7 @@ needs_cuda = pytest.mark.skipif(
 B, L, K, BUDGET, VOCAB, HEADS, PAGE, LAYERS = 5, 6, 8, 20, 500, 4, 16, 3
 Q = BUDGET + 1
 SCALE = 192**-0.5
+REPLAYS = 10_000 if FULL else 200  # of a captured round
 
 
 @pytest.mark.parametrize("name", ["torch", "torch-cuda", "cupy"])
@@ -653,7 +654,6 @@ def test_round_dtypes():
 def test_round_in_a_graph(rng, dtype):
     """A whole round, captured once: each of many replays equals the eager CPU round."""
     backend, held = TorchBackend("cuda"), 50
-    replays = 10_000 if FULL and dtype == F16 else 200
     gpu = new_round(backend, dtype=backend.array(np.zeros(1, dtype)).dtype)
     cpu = new_round(Backend(), dtype=dtype)
     live = backend.put(new_state(rng, dtype))
@@ -665,7 +665,7 @@ def test_round_in_a_graph(rng, dtype):
         run_round(gpu, live, **sampling)
 
     accepted = 0
-    for _ in range(replays // held):
+    for _ in range(REPLAYS // held):
         states = [new_state(rng, dtype) for _ in range(held)]
         given = [backend.put(s) for s in states]
         results = [outputs_like(arrays_of(gpu)) for _ in states]
@@ -698,4 +698,4 @@ def test_round_in_a_graph(rng, dtype):
             cpu.commit(s.kv_caches, s.block_table, s.prefix_lens)
             assert_same(backend.numpy(new.kv_caches), s.kv_caches)
             accepted += int(accept.accept_token_num.sum())
-    assert accepted > replays
+    assert accepted > REPLAYS

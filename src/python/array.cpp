@@ -2,7 +2,7 @@
 
 #include <nanobind/ndarray.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
@@ -40,14 +40,17 @@ bool derives_from(nb::handle type, const char *module, const char *name) {
   return false;
 }
 
+}  // namespace
+
 // What the binding knows of a type; asked once, and the type is kept alive with the answer.
-struct Kind {
+struct Array::Kind {
   Library library = Library::dlpack;
   bool cupy = false;
   bool fake = false;  // torch's tensors without memory
   const dlpack::ExchangeApi *exchange = nullptr;
 };
-const Kind &kind_of(nb::handle value) {
+
+const Array::Kind &Array::kind_of(nb::handle value) {
   static std::unordered_map<PyObject *, Kind> known;  // under the GIL
   const nb::handle type = value.type();
   const auto found = known.find(type.ptr());
@@ -68,6 +71,8 @@ const Kind &kind_of(nb::handle value) {
   type.inc_ref();
   return known.emplace(type.ptr(), kind).first->second;
 }
+
+namespace {
 
 dlpack::DataType dlpack_dtype(int32_t dtype) {
   switch (dtype) {
@@ -91,16 +96,16 @@ std::string take_error() {
   return text.substr(0, text.find('\n'));
 }
 
-// A tensor of torch without memory has a NULL storage, so its address is its offset into that. No
-// real allocation lies so low: for types not known as fake, the exact question is asked only there.
-bool without_memory(const Array &array) {
-  if (array.numel() == 0) return false;
-  if (kind_of(array.object).fake) return true;
-  if (array.library != Library::torch || reinterpret_cast<uintptr_t>(array.data) >> 40 != 0)
-    return array.data == nullptr;
-  const int64_t offset = nb::cast<int64_t>(array.object.attr("storage_offset")());
-  return reinterpret_cast<uintptr_t>(array.data) ==
-         static_cast<uintptr_t>(offset * array.item_size);
+// Whether tensor.name, or tensor.name(), is True. These two questions are asked of every tensor of
+// every call: interned names, and no bound method.
+bool has_flag(nb::handle tensor, PyObject *name) {
+  return nb::steal(PyObject_GetAttr(tensor.ptr(), name)).ptr() == Py_True;
+}
+bool calls_true(nb::handle tensor, PyObject *method) {
+  PyObject *arguments[] = {nullptr, tensor.ptr()};
+  return nb::steal(PyObject_VectorcallMethod(method, arguments + 1,
+                                             1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr))
+             .ptr() == Py_True;
 }
 
 int32_t dtype_of(dlpack::DataType t) {
@@ -170,7 +175,8 @@ struct Array::BufferHolder {
 Array::Array(const char *name_, nb::handle value, nb::handle stream)
     : name(name_), object(nb::borrow(value)) {
   if (value.is_none()) throw TypeError(name + ": expected an array, got None");
-  library = kind_of(value).library;
+  kind_ = &kind_of(value);
+  library = kind_->library;
   if (library == Library::numpy) {
     from_numpy(value);
   } else if (!from_exchange_api(value)) {
@@ -180,15 +186,18 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
                       type_text(value));
     from_dlpack(value, stream);
   }
-  if (without_memory(*this))
+  if (without_memory())
     throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
                     " without (a fake or meta tensor)");
   if (library == Library::torch) {
     // What torch's export lets through although the memory is not the tensor.
-    const auto flag = [&](nb::object answer) { return answer.ptr() == Py_True; };
-    if (flag(value.attr("requires_grad")))
+    static PyObject *const requires_grad = PyUnicode_InternFromString("requires_grad");
+    static PyObject *const is_neg = PyUnicode_InternFromString("is_neg");
+    static PyObject *const is_conj = PyUnicode_InternFromString("is_conj");
+    const bool whole = dtype == KDTREE_I32 || dtype == KDTREE_I64;  // never with a gradient
+    if (!whole && has_flag(value, requires_grad))
       throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
-    if (flag(value.attr("is_neg")()) || (dtype == kOther && flag(value.attr("is_conj")())))
+    if (calls_true(value, is_neg) || (dtype == kOther && calls_true(value, is_conj)))
       throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
   }
   // An empty array may have no address; NULL would read as an argument left out.
@@ -215,6 +224,7 @@ Array::Array(Array &&other) noexcept
       copied(other.copied),
       library(other.library),
       object(std::move(other.object)),
+      kind_(other.kind_),
       buffer_(other.buffer_),
       capsule_(std::move(other.capsule_)) {
   std::memcpy(shape, other.shape, sizeof(shape));
@@ -226,6 +236,17 @@ Array::~Array() {
   if (buffer_ == nullptr) return;
   PyBuffer_Release(&buffer_->view);
   delete buffer_;
+}
+
+// A tensor of torch without memory has a NULL storage, so its address is its offset into that. No
+// real allocation lies so low: for types not known as fake, the exact question is asked only there.
+bool Array::without_memory() const {
+  if (numel() == 0) return false;
+  if (kind_->fake) return true;
+  if (library != Library::torch || reinterpret_cast<uintptr_t>(data) >> 40 != 0)
+    return data == nullptr;
+  const int64_t offset = nb::cast<int64_t>(object.attr("storage_offset")());
+  return reinterpret_cast<uintptr_t>(data) == static_cast<uintptr_t>(offset * item_size);
 }
 
 void Array::from_tensor(const dlpack::Tensor &tensor) {
@@ -248,7 +269,7 @@ void Array::from_tensor(const dlpack::Tensor &tensor) {
 }
 
 bool Array::from_exchange_api(nb::handle value) {
-  const dlpack::ExchangeApi *api = kind_of(value).exchange;
+  const dlpack::ExchangeApi *api = kind_->exchange;
   if (api == nullptr || api->tensor_from_object == nullptr) return false;
   dlpack::Tensor tensor{};
   if (api->tensor_from_object(value.ptr(), &tensor) != 0)
@@ -373,15 +394,17 @@ const Array &Array::rank(int expected, const char *text) const {
 }
 
 const Array &Array::dims(std::initializer_list<int64_t> expected, const char *text) const {
-  return dims(std::vector<int64_t>(expected), text);
+  return dims(expected.begin(), expected.size(), text);
 }
 
 const Array &Array::dims(const std::vector<int64_t> &expected, const char *text) const {
-  bool same = ndim == static_cast<int>(expected.size());
-  for (int i = 0; same && i < ndim; ++i) same = shape[i] == expected[i];
-  if (!same)
+  return dims(expected.data(), expected.size(), text);
+}
+
+const Array &Array::dims(const int64_t *expected, size_t count, const char *text) const {
+  if (ndim != static_cast<int>(count) || !std::equal(shape, shape + ndim, expected))
     throw ValueError(name + ": expected shape " + text + " = " +
-                     shape_text(expected.data(), static_cast<int>(expected.size())) + ", got " +
+                     shape_text(expected, static_cast<int>(count)) + ", got " +
                      shape_text(shape, ndim));
   return *this;
 }
@@ -405,13 +428,13 @@ const Array &Array::dense_innermost() const {
 
 const Array &Array::same_device(const Array &other) const {
   const auto text = [](const Array &a) {
-    if (a.device_type == 1 || a.device_type == 3) return std::string("cpu");
+    if (a.on_cpu()) return std::string("cpu");
     if (a.on_cuda()) return "cuda:" + std::to_string(a.device_id);
     return "DLPack device type " + std::to_string(a.device_type);
   };
-  if (!on_cuda() && device_type != 1 && device_type != 3)
+  if (!on_cuda() && !on_cpu())
     throw TypeError(name + ": expected CPU or CUDA memory, got " + text(*this));
-  if (text(*this) != text(other))
+  if (on_cpu() ? !other.on_cpu() : !other.on_cuda() || device_id != other.device_id)
     throw ValueError(name + ": expected the device of " + other.name + " (" + text(other) +
                      "), got " + text(*this));
   return *this;
@@ -535,7 +558,8 @@ void *stream_of(nb::handle stream, const Array &like) {
     return pointer;
   }
   if (!like.on_cuda()) return nullptr;
-  const dlpack::ExchangeApi *api = kind_of(like.object).exchange;
+  const Array::Kind &kind = like.kind();
+  const dlpack::ExchangeApi *api = kind.exchange;
   if (api != nullptr && api->current_stream != nullptr) {
     void *current = nullptr;
     if (api->current_stream(like.device_type, like.device_id, &current) != 0)
@@ -547,7 +571,7 @@ void *stream_of(nb::handle stream, const Array &like) {
         nb::module_::import_("torch").attr("cuda").attr("current_stream")(like.device_id);
     return PyLong_AsVoidPtr(nb::object(current.attr("cuda_stream")).ptr());
   }
-  if (kind_of(like.object).cupy) {
+  if (kind.cupy) {
     const nb::object current =
         nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
     return PyLong_AsVoidPtr(nb::object(current.attr("ptr")).ptr());

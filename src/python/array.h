@@ -49,6 +49,7 @@ class Array {
   ~Array();
 
   int64_t numel() const;
+  bool on_cpu() const { return device_type == 1 || device_type == 3; }
   bool on_cuda() const { return device_type == 2 || device_type == 13; }
 
   // Checks; each returns the array, to chain.
@@ -67,12 +68,20 @@ class Array {
     return static_cast<T *>(data);
   }
 
+  struct Kind;
+  const Kind &kind() const { return *kind_; }
+
  private:
+  static const Kind &kind_of(nb::handle value);
+  const Kind *kind_ = nullptr;
+
   // What keeps the view valid; exactly one is set.
   struct BufferHolder;
   BufferHolder *buffer_ = nullptr;
   nb::object capsule_;
 
+  const Array &dims(const int64_t *expected, size_t count, const char *text) const;
+  bool without_memory() const;
   void from_tensor(const dlpack::Tensor &tensor);
   bool from_exchange_api(nb::handle value);
   void from_numpy(nb::handle value);

@@ -3,6 +3,7 @@
 // the rest. Arguments are positional and complete: the defaults are in python/kdtree.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "python/array.h"
 
@@ -411,14 +412,25 @@ class Workspace {
   nb::object tensor_;
 };
 
+// Views of the arguments that may be left out, made in place and kept until the call is done.
+class Views {
+ public:
+  const Array &add(const char *name, nb::handle value, const Array &like, nb::handle stream) {
+    return places_[used_++].emplace(name, value, stream).same_device(like);
+  }
+
+ private:
+  std::optional<Array> places_[8];  // the most that verify_attn has
+  int used_ = 0;
+};
+
 nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_table,
                        nb::handle prefix_lens_, nb::handle visibility, nb::handle num_nodes,
                        nb::handle sm_scale, nb::handle q_rope, nb::handle kv_scale,
                        nb::handle kv_split, nb::handle kv_indptr, nb::handle kv_indices,
                        nb::handle out_, nb::handle lse_, nb::handle return_lse,
                        nb::handle workspace, nb::handle stream_) {
-  std::vector<Array> keep;  // views of optional arguments
-  keep.reserve(16);
+  Views views;
   Array q("q", q_, stream_);
   q.dtypes({KDTREE_BF16, KDTREE_F16}).same_device(q);
   const bool split = !q_rope.is_none();
@@ -439,8 +451,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   p.q_stride_h = q.strides[2];
   p.q_dtype = q.dtype;
   if (split) {
-    keep.push_back(input("q_rope", q_rope, q, stream_));
-    const Array &rope = keep.back();
+    const Array &rope = views.add("q_rope", q_rope, q, stream_);
     rope.dtypes({q.dtype})
         .dims({batch, qlen, heads, KDTREE_ROPE_DIM}, "[B, Q, H, 64]")
         .dense_innermost();
@@ -471,43 +482,41 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     throw ValueError(
         "block_table: expected an array, or None together with both kv_indptr and kv_indices");
   if (!block_table.is_none()) {
-    keep.push_back(input("block_table", block_table, q, stream_));
-    const Array &table = keep.back();
+    const Array &table = views.add("block_table", block_table, q, stream_);
     table.dtypes({KDTREE_I32}).rank(2, "[B, M]");
     table.dims({batch, table.shape[1]}, "[B, M]").dense_innermost();
     p.block_table = table.as<int32_t>();
     p.block_table_stride_b = table.strides[0];
     p.block_table_width = table.shape[1];
   } else {
-    keep.push_back(
-        vector_of("kv_indptr", kv_indptr, q, stream_, batch + 1, "[B + 1]", {KDTREE_I32}));
-    p.kv_indptr = keep.back().as<int32_t>();
-    keep.push_back(input("kv_indices", kv_indices, q, stream_));
-    const Array &indices = keep.back();
+    const Array &offsets = views.add("kv_indptr", kv_indptr, q, stream_);
+    offsets.dtypes({KDTREE_I32}).dims({batch + 1}, "[B + 1]").dense_innermost();
+    p.kv_indptr = offsets.as<int32_t>();
+    const Array &indices = views.add("kv_indices", kv_indices, q, stream_);
     indices.dtypes({KDTREE_I32, KDTREE_I64}).rank(1, "[rows]").dense_innermost();
     p.kv_indices = indices.data;
     p.kv_indices_len = indices.shape[0];
     p.kv_indices_dtype = indices.dtype;
   }
-  keep.push_back(vector_of("prefix_lens", prefix_lens_, q, stream_, batch, "[B]", {KDTREE_I32}));
-  p.prefix_lens = keep.back().as<int32_t>();
+  const Array &prefix = views.add("prefix_lens", prefix_lens_, q, stream_);
+  prefix.dtypes({KDTREE_I32}).dims({batch}, "[B]").dense_innermost();
+  p.prefix_lens = prefix.as<int32_t>();
   if (!visibility.is_none()) {
-    keep.push_back(input("visibility", visibility, q, stream_));
-    const Array &words = keep.back();
+    const Array &words = views.add("visibility", visibility, q, stream_);
     words.dtypes({KDTREE_I64}).dims({batch, qlen}, "[B, Q]").dense_innermost();
     p.visibility = words.as<int64_t>();
     p.visibility_stride_b = words.strides[0];
   }
   if (!num_nodes.is_none()) {
-    keep.push_back(vector_of("num_nodes", num_nodes, q, stream_, batch, "[B]", {KDTREE_I32}));
-    p.num_nodes = keep.back().as<int32_t>();
+    const Array &nodes = views.add("num_nodes", num_nodes, q, stream_);
+    nodes.dtypes({KDTREE_I32}).dims({batch}, "[B]").dense_innermost();
+    p.num_nodes = nodes.as<int32_t>();
   }
   p.sm_scale = static_cast<float>(as_float("sm_scale", sm_scale));
   p.kv_scale = 1.0f;
   if (kv_scale.is_none()) {
   } else if (nb::hasattr(kv_scale, "__dlpack__") && !PyFloat_Check(kv_scale.ptr())) {
-    keep.push_back(input("kv_scale", kv_scale, q, stream_));
-    const Array &scale = keep.back();
+    const Array &scale = views.add("kv_scale", kv_scale, q, stream_);
     scale.dtypes({KDTREE_F32});
     if (scale.numel() != 1) scale.dims({1}, "of one element");
     p.kv_scale_ptr = scale.as<float>();
@@ -526,15 +535,14 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   Array out = output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]",
                      q.dtype, stream);
   p.out = out.data;
+  std::optional<Array> lse;
   if (!lse_.is_none() || wants_lse) {
-    keep.push_back(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32, stream));
-    p.lse = keep.back().as<float>();
+    lse.emplace(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32, stream));
+    p.lse = lse->as<float>();
   }
-  const nb::object lse_object = p.lse != nullptr ? keep.back().object : nb::none();
 
   if (!workspace.is_none()) {
-    keep.push_back(input("workspace", workspace, q, stream_));
-    const Array &bytes = keep.back();
+    const Array &bytes = views.add("workspace", workspace, q, stream_);
     bytes.dtypes({kUInt8}).rank(1, "[bytes]").writable().contiguous();
     p.workspace = bytes.data;
     p.workspace_bytes = bytes.shape[0];
@@ -549,7 +557,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     p.workspace_bytes = needed;
     call(kdtree_verify_attn, p, stream);
   }
-  if (wants_lse) return nb::make_tuple(out.object, lse_object);
+  if (wants_lse) return nb::make_tuple(out.object, lse->object);
   return out.object;
 }
 

@@ -253,17 +253,22 @@ def test_bench(tmp_path: Path) -> None:
     assert facts["device"] == "cpu"
     assert facts["matrix_flops_per_s"] > 0
     assert facts["copy_bytes_per_s"] > 0
+    assert facts["call_us"] > 0
     ops = {row["op"] for row in facts["rows"]}
-    assert ops == OPS
+    assert ops == OPS | {"round"}
+    shapes = [row["shape"] for row in facts["rows"]]
+    for variant in ("page size 1", "page size 16", "fp8 cache", "ragged", "even", "7 rows, greedy"):
+        assert any(variant in shape for shape in shapes), variant
     for row in facts["rows"]:
         assert row["us"] > 0
         assert row["bytes"] > 0
         assert row["floor_us"] > 0
         assert all(us > 0 for us in row["rivals_us"].values())
 
-    done = run("bench", "build", "--device", "cpu", "--quick", "--compare", str(saved))
+    done = run("bench", "build", "commit", "--device", "cpu", "--quick", "--compare", str(saved))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "x before" in done.stdout
+    assert "commit_kv" in done.stdout
     assert "verify_attn" not in done.stdout
 
 

@@ -19,9 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure the ops, their floors and their rivals")
     bench.add_argument(
         "op",
-        nargs="?",
+        nargs="*",
         default="all",
-        choices=("attn", "topk", "build", "accept", "commit", "all"),
+        choices=("attn", "topk", "build", "accept", "commit", "round", "all"),
         help="which ops (default: all)",
     )
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch has it")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kdtree import bench as benchmark
 
         return benchmark.run(
-            options.op,
+            [options.op] if isinstance(options.op, str) else options.op,
             device=options.device,
             quick=options.quick,
             save=options.save,

@@ -1,4 +1,4 @@
-"""`python -m kdtree`: what is installed and what it can use; `check` and `bench` beside it."""
+"""`python -m kdtree`: what is installed and what it can use; three commands beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Without a command: the library, its build, the GPUs and their code paths.",
     )
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
-    commands = parser.add_subparsers(dest="command", metavar="{check,bench}")
+    commands = parser.add_subparsers(dest="command", metavar="{check,bench,sglang}")
     commands.add_parser("check", help="run every op on every device here against the reference")
     bench = commands.add_parser("bench", help="measure the ops, their floors and their rivals")
     bench.add_argument(
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument(
         "--compare", type=Path, metavar="FILE", help="show the change since an earlier --json"
     )
+    commands.add_parser("sglang", help="what of SGLang runs on kdtree, and why not")
     options = parser.parse_args(arguments)
     if options.command is None:
         from kdtree import diagnose
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from kdtree import check
 
             return check.run()
+        if options.command == "sglang":
+            from kdtree import sglang
+
+            return sglang.info()
         from kdtree import bench as benchmark
 
         return benchmark.run(

@@ -79,8 +79,8 @@ def _op(
 
 
 def _empty(like: Tensor, *results: tuple[Any, torch.dtype]) -> Any:
-    tensors = tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in results)
-    return tensors if len(tensors) > 1 else tensors[0]
+    made = [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
+    return tuple(made) if len(made) > 1 else made[0]
 
 
 # ---- one op after the other: the compiled function behind the schema's arguments, and the shapes.

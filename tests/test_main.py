@@ -68,6 +68,12 @@ def copied(tmp_path: Path) -> Callable[..., Path]:
 # ---- python -m kdtree
 
 
+def test_sglang_that_is_not_there() -> None:
+    done = run("sglang", hide="sglang")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "SGLang is not installed\n" or "kdtree_mla: not hooked" in done.stdout
+
+
 def test_info() -> None:
     done = run()
     assert done.returncode == 0, done.stderr

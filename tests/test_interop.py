@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import kdtree
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from kdtree import reference
 from support import TorchBackend, assert_same, missing_backends, random_parents, random_trees
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-interop = pytest.importorskip("kdtree.interop")
+interop = importlib.import_module("kdtree.interop")
 
 QLENS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65]
 

@@ -467,6 +467,28 @@ def test_verification_of_trees_equals_torch_native(sglang, rng, page_size):
     assert not close(s.run(s.hybrid, batch, q), want)
 
 
+def test_verification_of_a_chain_equals_torch_native(sglang, rng):
+    """One candidate a step: causal attention, which torch-native's prefill has."""
+    with sglang.context.get_spec().override(speculative_eagle_topk=1):
+        s = Setting(sglang, 16)
+    assert not s.ours.verify_mask.is_read
+    prefix = np.array([1, 40, 129])
+    s.fill(rng, prefix, QLEN)
+    lens = torch.from_numpy(prefix).to(DEVICE)
+    rows = torch.arange(1, 4, device=DEVICE)
+    slots = lens[:, None] + torch.arange(QLEN, device=DEVICE)
+    out = s.table[rows[:, None], slots].long().flatten()
+    spec = SimpleNamespace(draft_token_num=QLEN, custom_mask=s.ours.verify_mask.buffer)
+    batch = s.batch(mode("TARGET_VERIFY"), rows, lens, out, spec)
+    q, k = randn(rng, 3 * QLEN, HEADS * 576), randn(rng, 3 * QLEN, 1, 576)
+    s.hybrid.init_forward_metadata(batch)
+    got = s.run(s.hybrid, batch, q, k)
+    batch = s.batch(mode("EXTEND"), rows, lens + QLEN, out)
+    batch.extend_prefix_lens, batch.extend_seq_lens = lens, torch.full_like(lens, QLEN)
+    s.hybrid.init_forward_metadata(batch)
+    assert close(got, s.run(s.hybrid, batch, q))
+
+
 @needs_kernels
 def test_an_fp8_cache(sglang, rng):
     s = Setting(sglang, 16, torch.float8_e4m3fn)

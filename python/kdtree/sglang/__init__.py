@@ -4,7 +4,7 @@ SGLang calls it in every process. It registers the attention backend `kdtree_mla
 for the verification of draft trees of MLA models:
 
     python -m sglang.launch_server --model-path ... \\
-        --decode-attention-backend kdtree_mla --prefill-attention-backend triton \\
+        --attention-backend triton --decode-attention-backend kdtree_mla \\
         --speculative-algorithm EAGLE --speculative-eagle-topk 4 ... \\
         --speculative-attention-mode decode --speculative-draft-attention-backend triton
 
@@ -29,7 +29,7 @@ BACKEND = "kdtree_mla"
 GROUP = "sglang.srt.plugins"
 
 FLAGS = (
-    f"--decode-attention-backend {BACKEND} --prefill-attention-backend triton "
+    f"--attention-backend triton --decode-attention-backend {BACKEND} "
     "--speculative-attention-mode decode --speculative-draft-attention-backend triton"
 )
 

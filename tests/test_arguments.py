@@ -497,6 +497,16 @@ def test_output_on_another_device(call, name):
     assert not out.any()
 
 
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+def test_error_of_a_tensor_itself():
+    class Broken(torch.Tensor):
+        def is_neg(self):
+            raise RuntimeError("a broken tensor")
+
+    with pytest.raises(RuntimeError, match="a broken tensor"):
+        kdtree.draft_topk(torch.zeros(2, 9).as_subclass(Broken), 3)
+
+
 @pytest.mark.parametrize(("op", "name"), OUTPUTS)
 def test_output_without_plain_memory(call, name):
     if not isinstance(call.backend, TorchBackend):

@@ -96,16 +96,19 @@ std::string take_error() {
   return text.substr(0, text.find('\n'));
 }
 
-// Whether tensor.name, or tensor.name(), is True. These two questions are asked of every tensor of
-// every call: interned names, and no bound method.
-bool has_flag(nb::handle tensor, PyObject *name) {
-  return nb::steal(PyObject_GetAttr(tensor.ptr(), name)).ptr() == Py_True;
+// Whether tensor.name, or tensor.name(), is True. Asked of every tensor of every call, hence the
+// interned names, and no bound method.
+bool is_true(PyObject *answer) {
+  if (answer == nullptr) throw nb::python_error();
+  return nb::steal(answer).ptr() == Py_True;
 }
-bool calls_true(nb::handle tensor, PyObject *method) {
+bool attribute_is_true(nb::handle tensor, PyObject *name) {
+  return is_true(PyObject_GetAttr(tensor.ptr(), name));
+}
+bool method_is_true(nb::handle tensor, PyObject *name) {
   PyObject *arguments[] = {nullptr, tensor.ptr()};
-  return nb::steal(PyObject_VectorcallMethod(method, arguments + 1,
-                                             1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr))
-             .ptr() == Py_True;
+  return is_true(
+      PyObject_VectorcallMethod(name, arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
 int32_t dtype_of(dlpack::DataType t) {
@@ -195,9 +198,9 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
     static PyObject *const is_neg = PyUnicode_InternFromString("is_neg");
     static PyObject *const is_conj = PyUnicode_InternFromString("is_conj");
     const bool whole = dtype == KDTREE_I32 || dtype == KDTREE_I64;  // never with a gradient
-    if (!whole && has_flag(value, requires_grad))
+    if (!whole && attribute_is_true(value, requires_grad))
       throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
-    if (calls_true(value, is_neg) || (dtype == kOther && calls_true(value, is_conj)))
+    if (method_is_true(value, is_neg) || (dtype == kOther && method_is_true(value, is_conj)))
       throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
   }
   // An empty array may have no address; NULL would read as an argument left out.

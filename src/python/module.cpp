@@ -412,7 +412,7 @@ class Workspace {
   nb::object tensor_;
 };
 
-// Views of the arguments that may be left out, made in place and kept until the call is done.
+// Views of arguments, made in place and kept until the call is done.
 class Views {
  public:
   const Array &add(const char *name, nb::handle value, const Array &like, nb::handle stream) {

@@ -28,6 +28,33 @@ void launch(const char *what, void (*kernel)(Params...), dim3 grid, dim3 block, 
   check(cudaGetLastError(), what);
 }
 
+// Kernels that are launched early: what a kernel does to wait for the one before it in the stream,
+// and to let the one after it start, once all of its own blocks have.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// launch; with `early`, which takes sm_90, the kernel may start before the one before it has ended.
+template <class... Params, class... Args>
+void launch_early(const char *what, void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem,
+                  Stream stream, bool early, Args &&...args) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
+}
+
 // Raises the dynamic shared memory limit of a kernel on the current device.
 template <class... Params>
 void allow_smem(void (*kernel)(Params...), size_t bytes) {

@@ -6,7 +6,10 @@
 
 namespace kdtree::cuda::attention {
 
-// Merges the splits of every row into out and lse.
+// Writes pieces and merges, from the lengths of the requests.
+void plan(const Params &params, Stream stream);
+
+// Merges the partial results of every row into out and lse.
 void combine(const Params &params, Stream stream);
 
 }  // namespace kdtree::cuda::attention

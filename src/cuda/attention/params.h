@@ -14,6 +14,19 @@ constexpr int kSplitUnit = 64;  // keys; split bounds are multiples of it
 // Keeps positions, look-ahead included, within an int.
 constexpr int kMaxPrefix = INT32_MAX - 4096;
 
+// A piece of a plan (plan.cu): some key blocks, of 64, of a request.
+struct alignas(16) Piece {
+  int b;  // negative: there is none
+  int begin, end;
+  int place;  // of its partial results; negative: it is the whole request
+  int nodes, prefix;
+};
+
+// A request whose `count` partial results, from `first` on, are to be merged.
+struct Merge {
+  int b, first, count;
+};
+
 struct Params {
   kdtree_verify_attn_params p;
   int rows;         // Q * H: the rows of a request, slot-major (row = slot * H + head)
@@ -21,10 +34,15 @@ struct Params {
   int splits;       // of keys, per request; 1: the kernel writes out and lse itself
   int page_shift;   // log2(page_size)
   int entry_bytes;  // of a table entry: 4, or 8 for int64 CSR rows
-  // With splits > 1, per row and split: output (normalized, kv_scale applied) and log2-sum-exp2,
-  // -inf where the split holds no key that the row sees; its output is not written then.
-  float *partial_out;  // [B, splits, rows, 512]
-  float *partial_lse;  // [B, rows, splits]
+  int parts;        // at most, of a plan that takes the place of splits; else 0
+  int max_pieces, max_merges;
+  Piece *pieces;  // [max_pieces], of a plan
+  Merge *merges;  // [max_merges]
+  // Partial results of a place, b * splits + split without a plan, and a row: output (normalized,
+  // kv_scale applied) and log2-sum-exp2, -inf where it holds no key that the row sees; the output
+  // is not written then.
+  float *partial_out;  // [places, rows, 512]
+  float *partial_lse;  // [places, rows]
 };
 
 struct Request {
@@ -36,13 +54,13 @@ struct Request {
   int64_t entries;    // that may be read
 };
 
-__device__ __forceinline__ Request read_request(const Params &a, int64_t b) {
+// Of known lengths.
+__device__ __forceinline__ Request find_request(const Params &a, int64_t b, int nodes, int prefix) {
   const kdtree_verify_attn_params &p = a.p;
-  Request r{b, static_cast<int>(p.qlen), 0, 0, nullptr, 0};
-  if (p.num_nodes != nullptr) r.nodes = tree::clamp_nodes(p.num_nodes[b], p.qlen);
-  if (r.nodes == 0) return r;
-  r.prefix = min(max(p.prefix_lens[b], 0), kMaxPrefix);
-  r.length = r.prefix + r.nodes;
+  Request r{b, nodes, 0, 0, nullptr, 0};
+  if (nodes == 0) return r;
+  r.prefix = prefix;
+  r.length = prefix + nodes;
   if (p.block_table != nullptr) {
     r.table = reinterpret_cast<const char *>(p.block_table + b * p.block_table_stride_b);
     r.entries = p.block_table_width;
@@ -52,6 +70,13 @@ __device__ __forceinline__ Request read_request(const Params &a, int64_t b) {
     if (first >= 0) r.entries = p.kv_indices_len - first;
   }
   return r;
+}
+
+__device__ __forceinline__ Request read_request(const Params &a, int64_t b) {
+  const kdtree_verify_attn_params &p = a.p;
+  const int prefix = p.prefix_lens[b];  // both loads at once
+  const int64_t nodes = p.num_nodes != nullptr ? p.num_nodes[b] : p.qlen;
+  return find_request(a, b, tree::clamp_nodes(nodes, p.qlen), min(max(prefix, 0), kMaxPrefix));
 }
 
 // The keys of one split. Pinned: the split length is kv_split, doubled until the request fits in

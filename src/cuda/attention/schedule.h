@@ -1,16 +1,31 @@
 // How many row tiles and key splits a call is cut into. The host knows no lengths, so this follows
-// from the shape alone; each block then takes its share of its own request's keys.
+// from the shape alone; each block then takes its share of its own request's keys, or a piece of a
+// plan.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/attention/params.h"
+
 namespace kdtree::cuda::attention {
 
 struct Schedule {
   int rows, tile_rows, tiles, splits;
-  int64_t workspace_bytes;
+  int parts, max_pieces, max_merges;  // of a plan; 0 where there is none
+  int64_t places;                     // of partial results
+
+  static int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  int64_t plan_bytes() const {
+    return round_up(max_pieces * int64_t(sizeof(Piece)) + max_merges * int64_t(sizeof(Merge)));
+  }
+  // Plan, and of each row and place 512 floats and an lse.
+  int64_t workspace_bytes() const { return plan_bytes() + round_up(places * rows * 513 * 4); }
 };
+
+constexpr int kPieceBlocks = 3;   // of 64 keys: what a piece costs besides its own
+constexpr int kMaxPlanned = 512;  // requests
+constexpr int kMaxParts = 256;
 
 // tile_rows: rows of a block; blocks_per_sm: how many of them an SM runs at once.
 inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned, int tile_rows,
@@ -34,10 +49,23 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
       if (s == 1 || cost < best) best = cost, splits = s;
     }
   }
-  // A row of 512 floats and its lse.
-  const int64_t bytes = splits > 1 ? batch * rows * splits * 513 * 4 : 0;
-  return {static_cast<int>(rows), tile_rows, static_cast<int>(tiles), static_cast<int>(splits),
-          (bytes + 255) / 256 * 256};
+  return {static_cast<int>(rows),
+          tile_rows,
+          static_cast<int>(tiles),
+          static_cast<int>(splits),
+          0,
+          0,
+          0,
+          splits > 1 ? batch * splits : 0};
+}
+
+// A plan in place of splits: in at most so many parts that the tiles of all fill the GPU twice.
+inline Schedule planned(Schedule s, int64_t batch, int num_sms) {
+  s.parts = std::clamp(2 * num_sms / s.tiles, 1, kMaxParts);
+  s.max_pieces = static_cast<int>(batch) + s.parts - 1;
+  s.max_merges = std::min(static_cast<int>(batch), s.parts - 1);
+  s.places = 2 * (s.parts - 1);
+  return s;
 }
 
 }  // namespace kdtree::cuda::attention

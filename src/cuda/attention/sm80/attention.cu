@@ -189,13 +189,18 @@ __device__ void set_up(const Params &a, const Block &block, Shared<MTiles> &shar
   shared.scale = a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
 }
 
+// Of the block's partial results: the first row.
+__device__ __forceinline__ int64_t first_partial(const Params &a, const Block &block) {
+  return (block.request.b * a.splits + block.split) * a.rows + block.first_row;
+}
+
 // The results of an empty split, or of a padding request.
 template <class T>
 __device__ void write_nothing(const Params &a, const Block &block) {
   const int64_t row = block.request.b * a.rows + block.first_row;
   for (int i = threadIdx.x; i < block.rows; i += kThreads) {
     if (a.splits > 1)
-      a.partial_lse[(row + i) * a.splits + block.split] = -INFINITY;
+      a.partial_lse[first_partial(a, block) + i] = -INFINITY;
     else if (a.p.lse != nullptr)
       a.p.lse[row + i] = -INFINITY;
   }
@@ -389,12 +394,10 @@ __device__ __forceinline__ void write_results(const Params &a, Shared<MTiles> &s
   if (thread < block.rows) {
     const float top = shared.top[thread], sum = shared.sums[0][thread];
     if (a.splits > 1)
-      a.partial_lse[(first + thread) * a.splits + block.split] = top + log2f(sum);
+      a.partial_lse[first_partial(a, block) + thread] = top + log2f(sum);
     else if (a.p.lse != nullptr)
       a.p.lse[first + thread] = attention::natural_log(top, sum);
   }
-  const int64_t first_partial =
-      (block.request.b * a.splits + block.split) * a.rows + block.first_row;
   const int column = warp * kColumns + lane % 4 * 2;
   const float kv_scale = read_kv_scale(a);
 #pragma unroll
@@ -402,7 +405,7 @@ __device__ __forceinline__ void write_results(const Params &a, Shared<MTiles> &s
     const int i = band * 8 + lane / 4;
     if (i >= block.rows) continue;
     const float norm = shared.sums[1][i] > 0 ? kv_scale / shared.sums[1][i] : 0;
-    float *partial = a.partial_out + (first_partial + i) * kLatent + column;
+    float *partial = a.partial_out + (first_partial(a, block) + i) * kLatent + column;
     T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {

@@ -1,6 +1,6 @@
 // verify_attn on sm_90: wgmma, TMA. README.md explains the schedule.
 //
-// A block takes one tile of 64 rows of a request and one split of its keys, 64 keys at a time.
+// A block takes one tile of 64 rows of a request and a piece of its keys, 64 keys at a time.
 // Warpgroup 0 owns the left 256 columns of the output, warpgroup 1 the right ones, in registers;
 // scores of even key blocks are warpgroup 0's, of odd ones warpgroup 1's, and the probabilities
 // reach the other one through shared memory. A third warpgroup brings keys into two buffers.
@@ -26,16 +26,23 @@ using attention::Request;
 using attention::unpack;
 
 constexpr int kRows = 64;
-constexpr int kKeys = 64;  // of a key block
-constexpr int kPanels = kDim / 64;
+constexpr int kKeys = 64;           // of a key block
+constexpr int kPanels = kDim / 64;  // of 64 features: 128 bytes of a row
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kTileBytes = kPanels * kPanelBytes;
 constexpr int kConsumers = 256;
 constexpr int kProducers = 128;
 constexpr int kThreads = kConsumers + kProducers;
-// A key block comes and goes in two pieces: the left half of its values, and the rest.
+// A key block comes and goes in two pieces: the left half of its values, and the rest. A piece is
+// 8 keys by its panels, then the next 8 keys: so the copy engine leaves it, a whole page at a time.
 __host__ __device__ constexpr int first_panel(int piece) {
   return piece == 0 ? 0 : piece == 1 ? 4 : kPanels;
+}
+__host__ __device__ constexpr int piece_panels(int piece) {
+  return first_panel(piece + 1) - first_panel(piece);
+}
+__host__ __device__ constexpr int piece_start(int piece) {
+  return first_panel(piece) * kPanelBytes;
 }
 // A maximum that grows by less than this (in log2) leaves the old one in use: probabilities stay
 // below 2^8, and the output is seldom rescaled.
@@ -44,30 +51,42 @@ constexpr float kSlack = 8;
 enum Barrier { kConsumerBarrier = 1, kProducerBarrier, kReadyBarrier, kLeftBarrier, kRightBarrier };
 
 struct Keys {
-  CUtensorMap map;  // [pages, page_size, 576]
-  int box_rows;     // of a copy: min(page_size, 64), or 0 where the map is not used
+  CUtensorMap pieces[2];  // boxes: [page, 8 keys, panel, key, 64 features]
+  int box_rows;           // min(page_size, 64), or 0 where the copy engine is not used
 };
 
-// What a block works on: rows first_row.. of a request, and one split of its keys.
+// What a block works on: rows first_row.. of a request, and a piece of its keys.
 struct Block {
   Request request;
   KeyRange keys;
-  int first_row, rows, split;
+  int first_row, rows;
+  int place;  // of its partial results; negative: the results are whole
   int steps;  // key blocks; from `plain` on they hold positions of the tree or past the end
   int plain;
+  int boxed;  // steps that the copy engine brings; the others are gathered
 };
 
-__device__ __forceinline__ Block read_block(const Params &a) {
-  Block block;
+// Returns whether there is anything to do.
+__device__ __forceinline__ bool read_block(const Params &a, const Keys &keys, Block &block) {
   block.first_row = blockIdx.x % a.tiles * kRows;
   block.rows = min(kRows, a.rows - block.first_row);
-  block.split = blockIdx.x / a.tiles % a.splits;
-  block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
-  block.keys = attention::split_keys(a, block.request.length, block.split);
+  const int number = blockIdx.x / a.tiles;
+  if (a.parts > 0) {
+    const attention::Piece piece = a.pieces[number];
+    if (piece.b < 0) return false;
+    block.request = attention::find_request(a, piece.b, piece.nodes, piece.prefix);
+    block.keys = {piece.begin * kKeys, min(piece.end * kKeys, block.request.length)};
+    block.place = piece.place;
+  } else {
+    block.request = attention::read_request(a, number / a.splits);
+    block.keys = attention::split_keys(a, block.request.length, number % a.splits);
+    block.place = a.splits > 1 ? number : -1;
+  }
   block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
   block.plain = max(0, block.request.prefix + 1 - block.keys.begin) / kKeys;
   block.plain = min(block.plain, block.steps);
-  return block;
+  block.boxed = keys.box_rows > 0 ? block.plain : 0;
+  return true;
 }
 
 // Lane 0's value.
@@ -93,17 +112,22 @@ __device__ __forceinline__ float read_kv_scale(const Params &a) {
   return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
 }
 
+// Of the block's partial results: the first row.
+__device__ __forceinline__ int64_t first_partial(const Params &a, const Block &block) {
+  return int64_t(block.place) * a.rows + block.first_row;
+}
+
 // The results of an empty split, or of a padding request.
 template <class T>
 __device__ void write_nothing(const Params &a, const Block &block) {
   const int64_t row = block.request.b * a.rows + block.first_row;
   for (int i = threadIdx.x; i < block.rows; i += kThreads) {
-    if (a.splits > 1)
-      a.partial_lse[(row + i) * a.splits + block.split] = -INFINITY;
+    if (block.place >= 0)
+      a.partial_lse[first_partial(a, block) + i] = -INFINITY;
     else if (a.p.lse != nullptr)
       a.p.lse[row + i] = -INFINITY;
   }
-  if (a.splits > 1) return;
+  if (block.place >= 0) return;
   uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
   for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
 }
@@ -135,83 +159,115 @@ __device__ __forceinline__ void copy_pages(const Params &a, const Keys &keys, co
     const int page = next;
     if (step + 1 < steps) next = page_of(a, block.request, position + kKeys);
     const int in_page = position & (static_cast<int>(a.p.page_size) - 1);
-    unsigned char *to = shared.keys[step % 2] + lane * keys.box_rows * 128;
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       uint64_t &full = shared.full[step % 2][piece];
+      const unsigned char *to = shared.keys[step % 2] + piece_start(piece) +
+                                lane * keys.box_rows * (piece_panels(piece) * 128);
       wait_empty(shared, step, piece);
-      if (lane == 0)
-        arrive_expecting(full, (first_panel(piece + 1) - first_panel(piece)) * kPanelBytes);
+      if (lane == 0) arrive_expecting(full, piece_panels(piece) * kPanelBytes);
       __syncwarp(lanes);
-#pragma unroll
-      for (int panel = first_panel(piece); panel < first_panel(piece + 1); ++panel)
-        copy_box(shared_address(to + panel * kPanelBytes), keys.map, panel * 64, in_page, page,
-                 full);
+      copy_box(shared_address(to), keys.pieces[piece], first_panel(piece), in_page / 8, page, full);
     }
   }
 }
 
-// Row by row, by all producers; keys that no row of the tile sees, and those whose table entry is
-// bad, become zeros.
+// A gathered piece is there, once its copies are where they still run.
+__device__ __forceinline__ void publish_piece(Shared &shared, int step, int piece, int thread,
+                                              bool copies) {
+  uint64_t &full = shared.full[step % 2][piece];
+  if (copies) attach_copies(full);
+  sync_threads(kProducerBarrier, kProducers);
+  if (thread == 0) arrive(full);
+}
+
+// Row by row, by all producers, eight threads a key; keys that no row of the tile sees, and those
+// whose table entry is bad, become zeros. e4m3 keys arrive as 8 bytes in the first half of their
+// 16-byte place and are widened there, exactly, by the thread that copied them.
+template <class T, bool Fp8>
 __device__ __forceinline__ void gather_keys(const Params &a, const Block &block, Shared &shared,
                                             int step, int thread) {
-  constexpr int kEach = kKeys / (kProducers / 8);
+  constexpr int kAtOnce = kProducers / 8, kEach = kKeys / kAtOnce;
+  constexpr int kChunk = Fp8 ? 8 : 16;  // bytes in the cache
   const int key = thread / 8;
-  const uint32_t place = key * 128 + ((thread ^ key) & 7) * 16;
   const uint64_t tile_nodes = shared.tile_nodes;
   const auto find = [&](int position) {
     if (position >= block.keys.end || !attention::sees(tile_nodes, position - block.request.prefix))
       return -1;
     return page_of(a, block.request, position);
   };
+  // Where this thread's chunk of a key and panel goes.
+  const auto place = [&](int buffer, int piece, int i, int panel) {
+    const int groups = (key / 8 + i * (kAtOnce / 8)) * piece_panels(piece);
+    return shared.keys[buffer] + piece_start(piece) + key % 8 * 128 + ((thread ^ key) & 7) * 16 +
+           (groups + panel - first_panel(piece)) * (kPanelBytes / 8);
+  };
   int position = block.keys.begin + step * kKeys + key;
   int next[kEach];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) next[i] = find(position + i * (kKeys / kEach));
+  for (int i = 0; i < kEach; ++i) next[i] = find(position + i * kAtOnce);
   for (; step < block.steps; ++step, position += kKeys) {
     const char *from[kEach];
     bool valid[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int in_page = (position + i * (kKeys / kEach)) & (static_cast<int>(a.p.page_size) - 1);
+      const int in_page = (position + i * kAtOnce) & (static_cast<int>(a.p.page_size) - 1);
       valid[i] = next[i] >= 0;
-      from[i] = static_cast<const char *>(a.p.kv_cache) + thread % 8 * 16;
-      if (valid[i]) from[i] += (next[i] * a.p.kv_stride_page + in_page * a.p.kv_stride_row) * 2;
+      from[i] = static_cast<const char *>(a.p.kv_cache) + thread % 8 * kChunk;
+      if (valid[i])
+        from[i] += (next[i] * a.p.kv_stride_page + in_page * a.p.kv_stride_row) * (kChunk / 8);
     }
     if (step + 1 < block.steps) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) next[i] = find(position + kKeys + i * (kKeys / kEach));
+      for (int i = 0; i < kEach; ++i) next[i] = find(position + kKeys + i * kAtOnce);
     }
-    const uint32_t to = shared_address(shared.keys[step % 2]) + place;
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
-      uint64_t &full = shared.full[step % 2][piece];
       wait_empty(shared, step, piece);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
         for (int panel = first_panel(piece); panel < first_panel(piece + 1); ++panel)
-          copy_async(to + i * (kPanelBytes / kEach) + panel * kPanelBytes, from[i] + panel * 128,
-                     valid[i]);
+          copy_async<kChunk>(shared_address(place(step % 2, piece, i, panel)),
+                             from[i] + panel * 8 * kChunk, valid[i]);
       }
-      attach_copies(full);
-      sync_threads(kProducerBarrier, kProducers);
-      if (thread == 0) arrive(full);
+      if (Fp8)
+        commit_copies();
+      else
+        publish_piece(shared, step, piece, thread, true);
+    }
+#pragma unroll
+    for (int piece = 0; Fp8 && piece < 2; ++piece) {
+      piece == 0 ? wait_copies<1>() : wait_copies<0>();
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+        for (int panel = first_panel(piece); panel < first_panel(piece + 1); ++panel) {
+          unsigned char *chunk = place(step % 2, piece, i, panel);
+          *reinterpret_cast<uint4 *>(chunk) =
+              attention::widen<T>(*reinterpret_cast<const uint2 *>(chunk));
+        }
+      }
+      publish_piece(shared, step, piece, thread, false);
     }
   }
 }
 
+template <class T>
 __device__ __forceinline__ void produce(const Params &a, const Keys &keys, const Block &block,
                                         Shared &shared) {
   const int thread = threadIdx.x - kConsumers;
-  const int boxed = keys.box_rows > 0 ? block.plain : 0;
   if (thread < 32) {
-    if (boxed > 0) copy_pages(a, keys, block, shared, boxed, thread);
+    if (block.boxed > 0) copy_pages(a, keys, block, shared, block.boxed, thread);
     __syncwarp();
   }
   // tile_nodes is there; and nobody waits for a buffer before its turn.
   sync_threads(kReadyBarrier, kThreads);
-  if (boxed < block.steps) gather_keys(a, block, shared, boxed, thread);
+  if (block.boxed == block.steps) return;
+  if (a.p.kv_dtype == KDTREE_F8E4M3)
+    gather_keys<T, true>(a, block, shared, block.boxed, thread);
+  else
+    gather_keys<T, false>(a, block, shared, block.boxed, thread);
 }
 
 // ---- consumers
@@ -256,8 +312,8 @@ __device__ __forceinline__ void load_q(const Params &a, const Block &block, Shar
     const uint32_t to = shared_address(shared.q) + i * 128 + ((thread ^ i) & 7) * 16;
 #pragma unroll
     for (int panel = 0; panel < kPanels - 1; ++panel)
-      copy_async(to + panel * kPanelBytes, latent + panel * 128, valid);
-    copy_async(to + (kPanels - 1) * kPanelBytes, rope, valid);
+      copy_async<16>(to + panel * kPanelBytes, latent + panel * 128, valid);
+    copy_async<16>(to + (kPanels - 1) * kPanelBytes, rope, valid);
   }
 }
 
@@ -302,41 +358,50 @@ __device__ __forceinline__ void wait_full(Shared &shared, int buffer, int piece,
 template <class T, int Piece>
 __device__ __forceinline__ void score(Shared &shared, int buffer, float (&s)[32]) {
   const uint32_t q = along_rows(shared_address(shared.q));
-  const uint32_t k = along_rows(shared_address(shared.keys[buffer]));
+  const uint32_t k = along_rows(shared_address(shared.keys[buffer]) + piece_start(Piece));
+  constexpr int kStride = piece_panels(Piece) * kTile;
   fence_products();
 #pragma unroll
   for (int panel = first_panel(Piece); panel < first_panel(Piece + 1); ++panel) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int offset = (panel * kPanelBytes + i * 32) / 16;
+      const uint32_t to_q = q + panel * (kPanelBytes / 16) + i * 2;
+      const uint32_t to_k = k + (panel - first_panel(Piece)) * kTile + i * 2;
       if (panel == 0 && i == 0)
-        multiply_scores<T, 0>(s, q + offset, k + offset);
+        multiply_scores<T, 0, kStride>(s, to_q, to_k);
       else
-        multiply_scores<T, 1>(s, q + offset, k + offset);
+        multiply_scores<T, 1, kStride>(s, to_q, to_k);
     }
   }
   commit_products();
 }
 
-__device__ __forceinline__ uint32_t values(const Shared &shared, int buffer, int half) {
-  return down_rows(shared_address(shared.keys[buffer]) + half * (4 * kPanelBytes));
+// Half the columns of a key block, as values: piece `Half` but for the rope part.
+template <int Half>
+__device__ __forceinline__ uint32_t values(const Shared &shared, int buffer) {
+  return down_rows(shared_address(shared.keys[buffer]) + piece_start(Half));
 }
 
 // out += probabilities values, for 64 keys; the probabilities from registers,
-template <class T>
-__device__ __forceinline__ void add_values(Results &r, const uint32_t (&p)[16], uint32_t v) {
+template <class T, int Half>
+__device__ __forceinline__ void add_values(Results &r, const Shared &shared, int buffer,
+                                           const uint32_t (&p)[16]) {
+  constexpr int kStride = piece_panels(Half) * kTile;
+  const uint32_t v = values<Half>(shared, buffer);
   fence_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) multiply_values<T>(r.out, p + 4 * i, v + i * (16 * 128 / 16));
+  for (int i = 0; i < 4; ++i) multiply_values<T, kStride>(r.out, p + 4 * i, v + i * 2 * kStride);
   commit_products();
 }
 // or as the other warpgroup left them.
-template <class T>
-__device__ __forceinline__ void add_values(Results &r, const Shared &shared, uint32_t v) {
+template <class T, int Half>
+__device__ __forceinline__ void add_values(Results &r, const Shared &shared, int buffer) {
+  constexpr int kStride = piece_panels(Half) * kTile;
+  const uint32_t v = values<Half>(shared, buffer);
   const uint32_t p = along_rows(shared_address(shared.probabilities));
   fence_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) multiply_values<T>(r.out, p + i * 2, v + i * (16 * 128 / 16));
+  for (int i = 0; i < 4; ++i) multiply_values<T, kStride>(r.out, p + i * 2, v + i * 2 * kStride);
   commit_products();
 }
 
@@ -434,7 +499,7 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
   uint32_t p[16];
   // A block whose probabilities are warpgroup 1's.
   const auto add_odd = [&](int step) {
-    wait_full(shared, 1, 0, step / 2, step >= block.plain);
+    wait_full(shared, 1, 0, step / 2, step >= block.boxed);
     wait(shared.shared_out[1], step / 2 % 2);
     float top[2];
     read_top(shared, row, top);
@@ -444,10 +509,10 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
       settle(r.out);
       multiply_out(r, factor);
     }
-    add_values<T>(r, shared, values(shared, 1, 0));
+    add_values<T, 0>(r, shared, 1);
   };
   for (int step = 0; step < block.steps; step += 2) {
-    const bool gathered = step >= block.plain;
+    const bool gathered = step >= block.boxed;
     wait_full(shared, 0, 0, step / 2, gathered);
     score<T, 0>(shared, 0, s);
     wait_full(shared, 0, 1, step / 2, gathered);
@@ -460,7 +525,8 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
     }
     settle(s);
     if (scale.before != 1) multiply_all(s, scale.before);
-    if (gathered) mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
+    if (step >= block.plain)
+      mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
     float top[2];
     find_top(s, scale.inside, r.top, top);
     float factor[2];
@@ -471,7 +537,7 @@ __device__ __forceinline__ void consume_left(const Block &block, Shared &shared,
     if (step > 0) release(shared, 1, 0);
     share(shared, 0, row, r, p);
     if (changed) multiply_out(r, factor);
-    add_values<T>(r, p, values(shared, 0, 0));
+    add_values<T, 0>(r, shared, 0, p);
     wait_products<0>();
     settle(r.out);
     release(shared, 0, 0);
@@ -489,7 +555,7 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
   uint32_t p[16];
   // A block whose probabilities are warpgroup 0's.
   const auto add_even = [&](int step) {
-    wait_full(shared, 0, 1, step / 2, step >= block.plain);
+    wait_full(shared, 0, 1, step / 2, step >= block.boxed);
     wait(shared.shared_out[0], step / 2 % 2);
     float top[2];
     read_top(shared, row, top);
@@ -499,13 +565,13 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
       settle(r.out);
       multiply_out(r, factor);
     }
-    add_values<T>(r, shared, values(shared, 0, 1));
+    add_values<T, 1>(r, shared, 0);
   };
   for (int step = 1; step < block.steps; step += 2) {
     add_even(step - 1);
     wait_products<1>();
     if (step > 1) release(shared, 1, 1);
-    const bool gathered = step >= block.plain;
+    const bool gathered = step >= block.boxed;
     wait_full(shared, 1, 0, step / 2, gathered);
     score<T, 0>(shared, 1, s);
     wait_products<1>();
@@ -516,7 +582,8 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
     settle(s);
     settle(r.out);
     if (scale.before != 1) multiply_all(s, scale.before);
-    if (gathered) mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
+    if (step >= block.plain)
+      mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
     float top[2];
     find_top(s, scale.inside, r.top, top);
     float factor[2];
@@ -524,15 +591,14 @@ __device__ __forceinline__ void consume_right(const Block &block, Shared &shared
     exponentials<T>(r, s, scale.inside, p);
     share(shared, 1, row, r, p);
     if (changed) multiply_out(r, factor);
-    add_values<T>(r, p, values(shared, 1, 1));
+    add_values<T, 1>(r, shared, 1, p);
   }
   if (block.steps % 2 == 1) add_even(block.steps - 1);
   wait_products<0>();
   settle(r.out);
 }
 
-// This warpgroup's half of the output, divided by the sums, and the lse; partial results when there
-// are splits.
+// This warpgroup's half of the output, divided by the sums, and the lse.
 template <class T>
 __device__ __forceinline__ void write_results(const Params &a, const Block &block, Shared &shared,
                                               int warpgroup, int row, Results &r) {
@@ -552,8 +618,7 @@ __device__ __forceinline__ void write_results(const Params &a, const Block &bloc
   arrive(shared.summed);
   wait(shared.summed, 0);
   const int64_t first = block.request.b * a.rows + block.first_row;  // of B * rows
-  const int64_t first_partial =
-      (block.request.b * a.splits + block.split) * a.rows + block.first_row;
+  const int64_t partial_row = first_partial(a, block);
   const int column = warpgroup * 256 + lane % 4 * 2;
   const float kv_scale = read_kv_scale(a);
 #pragma unroll
@@ -562,19 +627,19 @@ __device__ __forceinline__ void write_results(const Params &a, const Block &bloc
     if (i >= block.rows) continue;
     if (warpgroup == 0 && lane % 4 == 0) {
       const float sum = shared.sums[0][0][i] + shared.sums[1][0][i];
-      if (a.splits > 1)
-        a.partial_lse[(first + i) * a.splits + block.split] = r.top[h] + log2f(sum);
+      if (block.place >= 0)
+        a.partial_lse[partial_row + i] = r.top[h] + log2f(sum);
       else if (a.p.lse != nullptr)
         a.p.lse[first + i] = attention::natural_log(r.top[h], sum);
     }
     const float sum = shared.sums[0][1][i] + shared.sums[1][1][i];
     const float norm = sum > 0 ? kv_scale / sum : 0;
-    float *partial = a.partial_out + (first_partial + i) * kLatent + column;
+    float *partial = a.partial_out + (partial_row + i) * kLatent + column;
     T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
       const float low = r.out[4 * n + 2 * h] * norm, high = r.out[4 * n + 2 * h + 1] * norm;
-      if (a.splits > 1)
+      if (block.place >= 0)
         *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
       else
         *reinterpret_cast<uint32_t *>(result + n * 8) = pack<T>(low, high);
@@ -588,7 +653,8 @@ __device__ __forceinline__ void consume(const Params &a, const Block &block, Sha
   const int thread = threadIdx.x;
   load_q(a, block, shared, thread);
   if (thread < 32) read_nodes(a, block, shared, thread);
-  wait_copies();
+  commit_copies();
+  wait_copies<0>();
   fence_async();
   sync_threads(kConsumerBarrier, kConsumers);
   arrive_threads(kReadyBarrier, kThreads);
@@ -609,8 +675,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char attention_smem[];
   Shared &shared = *reinterpret_cast<Shared *>(attention_smem);
-  Block block = read_block(a);
-  if (block.steps == 0) return write_nothing<T>(a, block);
+  let_next_start();
   if (threadIdx.x == 0) {
     for (int i = 0; i < 4; ++i) {
       init_barrier(shared.full[i / 2][i % 2], 1);
@@ -621,13 +686,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     publish_barriers();
   }
   __syncthreads();
+  if (a.parts > 0) wait_for_previous();  // the plan is there
+  Block block;
+  if (!read_block(a, keys, block)) return;
+  if (block.steps == 0) return write_nothing<T>(a, block);
   // Lets the compiler know that warps do not diverge.
   const int warpgroup = uniform(threadIdx.x / 128);
   block.steps = uniform(block.steps);
   block.plain = uniform(block.plain);
+  block.boxed = uniform(block.boxed);
   if (warpgroup == kConsumers / 128) {
     shrink_registers<40>();
-    produce(a, keys, block, shared);
+    produce<T>(a, keys, block, shared);
   } else {
     grow_registers<232>();
     consume<T>(a, block, shared, warpgroup);
@@ -652,25 +722,32 @@ static EncodeTiled find_encoder() {
   return found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
 }
 
-// The cache as the copy engine sees it, where it can: pages of 16 rows and more.
+// The cache as the copy engine sees it, where it can: 16-bit, pages of 8 rows and more.
 static Keys describe_keys(const kdtree_verify_attn_params &p) {
   static const EncodeTiled encode = find_encoder();
   Keys keys{};
-  if (encode == nullptr || p.page_size < 16 || p.num_pages <= 0) return keys;
-  const cuuint32_t box_rows = static_cast<cuuint32_t>(std::min<int64_t>(p.page_size, kKeys));
-  const cuuint64_t sizes[3] = {kDim, static_cast<cuuint64_t>(p.page_size),
+  if (encode == nullptr || p.page_size < 8 || p.num_pages <= 0 || p.kv_dtype != p.q_dtype)
+    return keys;
+  const int box_rows = static_cast<int>(std::min<int64_t>(p.page_size, kKeys));
+  const auto row = static_cast<cuuint64_t>(p.kv_stride_row) * 2;
+  const auto page = static_cast<cuuint64_t>(p.kv_stride_page) * 2;
+  const cuuint64_t sizes[5] = {64, 8, kPanels, static_cast<cuuint64_t>(p.page_size / 8),
                                static_cast<cuuint64_t>(p.num_pages)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(p.kv_stride_row) * 2,
-                                 static_cast<cuuint64_t>(p.kv_stride_page) * 2};
-  const cuuint32_t box[3] = {64, box_rows, 1}, unit[3] = {1, 1, 1};
-  const CUresult result =
-      encode(&keys.map,
-             p.kv_dtype == KDTREE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             3, const_cast<void *>(p.kv_cache), sizes, strides, box, unit,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) keys.box_rows = static_cast<int>(box_rows);
+  const cuuint64_t strides[4] = {row, 128, row * 8, page};
+  const cuuint32_t unit[5] = {1, 1, 1, 1, 1};
+  for (int piece = 0; piece < 2; ++piece) {
+    const cuuint32_t box[5] = {64, 8, static_cast<cuuint32_t>(piece_panels(piece)),
+                               static_cast<cuuint32_t>(box_rows / 8), 1};
+    const CUresult result =
+        encode(&keys.pieces[piece],
+               p.kv_dtype == KDTREE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+               5, const_cast<void *>(p.kv_cache), sizes, strides, box, unit,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) return keys;
+  }
+  keys.box_rows = box_rows;
   return keys;
 }
 
@@ -678,8 +755,9 @@ void attention(const Params &a, Stream stream) {
   const auto kernel =
       a.p.q_dtype == KDTREE_BF16 ? attention_kernel<__nv_bfloat16> : attention_kernel<__half>;
   allow_smem(kernel, sizeof(Shared));
-  launch("verify_attn", kernel, dim3(a.p.batch * a.splits * a.tiles), dim3(kThreads),
-         sizeof(Shared), stream, a, describe_keys(a.p));
+  const int64_t pieces = a.parts > 0 ? a.max_pieces : a.p.batch * a.splits;
+  launch_early("verify_attn", kernel, dim3(pieces * a.tiles), dim3(kThreads), sizeof(Shared),
+               stream, a.parts > 0, a, describe_keys(a.p));
 }
 
 }  // namespace kdtree::cuda::sm90

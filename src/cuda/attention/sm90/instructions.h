@@ -70,27 +70,39 @@ __device__ __forceinline__ void shrink_registers() {
 
 // ---- copies
 
-// 16 bytes to shared memory, or zeros, reading nothing.
+// 16 or 8 bytes to shared memory, or zeros, reading nothing.
+template <int Bytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %3, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? Bytes : 0), "n"(Bytes)
+                 : "memory");
 }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most `Pending` committed groups are unfinished.
+template <int Pending>
 __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 // The current phase of `barrier` also waits for this thread's copies so far.
 __device__ __forceinline__ void attach_copies(uint64_t &barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
-// A box of a tensor to shared memory; completes on `barrier`.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, int x, int y, int z,
-                                         uint64_t &barrier) {
+// A box of a tensor of five dimensions to shared memory, from the start of the first two;
+// completes on `barrier`.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, int x2, int x3,
+                                         int x4, uint64_t &barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(x2), "r"(x3), "r"(x4), "r"(shared_address(&barrier))
       : "memory");
 }
 
@@ -126,19 +138,23 @@ __device__ __forceinline__ void settle(T (&x)[N]) {
   }
 }
 
-// Operands in shared memory lie in panels of 64 elements (128 bytes) by any number of rows, 16-byte
-// chunk c of row r at c ^ (r % 8); panels start at multiples of 1,024 bytes. A descriptor holds
-// the start (which may advance by 32 bytes in a row and by 16 rows) and two distances, in units of
-// 16 bytes: `leading` in the upper half of its low word, and in the high word, always 64, from 8
-// rows to the next 8.
-#define KDTREE_DESCRIPTOR(to, low) "mov.b64 " to ", {" low ", 0x40000040};"
+// Operands in shared memory lie in tiles of 8 rows of 64 elements (128 bytes), 16-byte chunk c of
+// row r at c ^ r; tiles start at multiples of 1,024 bytes. A descriptor holds the start (which may
+// advance by 32 bytes in a row and by whole tiles) and two distances, in units of 16 bytes: in the
+// upper half of its low word that to the next 64 columns, where k runs down the rows, and in its
+// high word `Stride`, from 8 rows to the next 8.
+constexpr int kTile = 1024 / 16;
+#define KDTREE_DESCRIPTOR(to, low, stride) "mov.b64 " to ", {" low ", " stride "};"
+__host__ __device__ constexpr int descriptor_high(int stride) {
+  return 0x40000000 | stride;
+}
 // k within the rows, or
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) {
   return address >> 4 | 1 << 16;
 }
-// k down the rows, and the next 64 columns 64 rows further.
+// k down the rows, and the next 64 columns in the next tile.
 __device__ __forceinline__ uint32_t down_rows(uint32_t address) {
-  return address >> 4 | (64 * 128 / 16) << 16;
+  return address >> 4 | kTile << 16;
 }
 
 #define KDTREE_FLOATS_8(d, i)                                                                 \
@@ -151,12 +167,12 @@ __device__ __forceinline__ uint32_t down_rows(uint32_t address) {
   KDTREE_FLOATS_32(d, i), KDTREE_FLOATS_32(d, i + 32), KDTREE_FLOATS_32(d, i + 64), \
       KDTREE_FLOATS_32(d, i + 96)
 
-// d (64 x 64) = or += a (64 x 16) b (16 x 64), both along k.
+// d (64 x 64) = or += a (64 x 16) b (16 x 64), both along k, the tiles of a one after the other.
 #define KDTREE_SCORES(TYPE)                                                                        \
   asm volatile(                                                                                    \
-      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %34, 0;" KDTREE_DESCRIPTOR("a", "%32")        \
-          KDTREE_DESCRIPTOR("b",                                                                   \
-                            "%33") "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE     \
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %34, 0;" KDTREE_DESCRIPTOR("a", "%32", "%35") \
+          KDTREE_DESCRIPTOR("b", "%33",                                                            \
+                            "%36") "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE     \
                                    " "                                                             \
                                    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
                                    "%14, %15, "                                                    \
@@ -164,9 +180,9 @@ __device__ __forceinline__ uint32_t down_rows(uint32_t address) {
                                    "%28, %29, %30, %31}, "                                         \
                                    "a, b, p, 1, 1, 0, 0;}"                                         \
       : KDTREE_FLOATS_32(d, 0)                                                                     \
-      : "r"(a), "r"(b), "n"(Add)                                                                   \
+      : "r"(a), "r"(b), "n"(Add), "n"(descriptor_high(kTile)), "n"(descriptor_high(Stride))        \
       : "memory")
-template <class T, int Add>
+template <class T, int Add, int Stride>
 __device__ __forceinline__ void multiply_scores(float (&d)[32], uint32_t a, uint32_t b) {
   if constexpr (std::is_same_v<T, __half>)
     KDTREE_SCORES("f16");
@@ -176,31 +192,32 @@ __device__ __forceinline__ void multiply_scores(float (&d)[32], uint32_t a, uint
 #undef KDTREE_SCORES
 
 // d (64 x 256) += a (64 x 16) b (16 x 256), b down k; a from registers, as mma.sync has it,
-#define KDTREE_MULTIPLY_VALUES(TYPE)                                                            \
-  asm volatile("{.reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR(            \
-                   "b", "%132") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
-                                " "                                                             \
-                                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
-                                "%14, %15, "                                                    \
-                                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
-                                "%28, %29, %30, %31, "                                          \
-                                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-                                "%44, %45, %46, %47, "                                          \
-                                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
-                                "%60, %61, %62, %63, "                                          \
-                                "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
-                                "%76, %77, %78, %79, "                                          \
-                                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
-                                "%92, %93, %94, %95, "                                          \
-                                "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
-                                "%106, %107, %108, %109, %110, %111, "                          \
-                                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
-                                "%122, %123, %124, %125, %126, %127}, "                         \
-                                "{%128, %129, %130, %131}, b, p, 1, 1, 1;}"                     \
-               : KDTREE_FLOATS_128(d, 0)                                                        \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)                             \
-               : "memory")
-template <class T>
+#define KDTREE_MULTIPLY_VALUES(TYPE)                                                           \
+  asm volatile(                                                                                \
+      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR(                    \
+          "b", "%132", "%133") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
+                               " "                                                             \
+                               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                               "%14, %15, "                                                    \
+                               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                               "%28, %29, %30, %31, "                                          \
+                               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+                               "%44, %45, %46, %47, "                                          \
+                               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
+                               "%60, %61, %62, %63, "                                          \
+                               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
+                               "%76, %77, %78, %79, "                                          \
+                               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
+                               "%92, %93, %94, %95, "                                          \
+                               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
+                               "%106, %107, %108, %109, %110, %111, "                          \
+                               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
+                               "%122, %123, %124, %125, %126, %127}, "                         \
+                               "{%128, %129, %130, %131}, b, p, 1, 1, 1;}"                     \
+      : KDTREE_FLOATS_128(d, 0)                                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(descriptor_high(Stride))       \
+      : "memory")
+template <class T, int Stride>
 __device__ __forceinline__ void multiply_values(float (&d)[128], const uint32_t *a, uint32_t b) {
   if constexpr (std::is_same_v<T, __half>)
     KDTREE_MULTIPLY_VALUES("f16");
@@ -209,34 +226,34 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], const uint32_t 
 }
 #undef KDTREE_MULTIPLY_VALUES
 
-// or along k in shared memory.
-#define KDTREE_VALUES(TYPE)                                                                \
-  asm volatile(                                                                            \
-      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR("a", "%128") \
-          KDTREE_DESCRIPTOR(                                                               \
-              "b", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
-                           " "                                                             \
-                           "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
-                           "%14, %15, "                                                    \
-                           "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
-                           "%28, %29, %30, %31, "                                          \
-                           "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-                           "%44, %45, %46, %47, "                                          \
-                           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
-                           "%60, %61, %62, %63, "                                          \
-                           "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
-                           "%76, %77, %78, %79, "                                          \
-                           "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
-                           "%92, %93, %94, %95, "                                          \
-                           "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
-                           "%106, %107, %108, %109, %110, %111, "                          \
-                           "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
-                           "%122, %123, %124, %125, %126, %127}, "                         \
-                           "a, b, p, 1, 1, 0, 1;}"                                         \
-      : KDTREE_FLOATS_128(d, 0)                                                            \
-      : "r"(a), "r"(b)                                                                     \
+// or along k in shared memory, its tiles one after the other.
+#define KDTREE_VALUES(TYPE)                                                                        \
+  asm volatile(                                                                                    \
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR("a", "%128", "%130") \
+          KDTREE_DESCRIPTOR(                                                                       \
+              "b", "%129", "%131") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
+                                   " "                                                             \
+                                   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                                   "%14, %15, "                                                    \
+                                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                                   "%28, %29, %30, %31, "                                          \
+                                   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+                                   "%44, %45, %46, %47, "                                          \
+                                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
+                                   "%60, %61, %62, %63, "                                          \
+                                   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
+                                   "%76, %77, %78, %79, "                                          \
+                                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
+                                   "%92, %93, %94, %95, "                                          \
+                                   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
+                                   "%106, %107, %108, %109, %110, %111, "                          \
+                                   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
+                                   "%122, %123, %124, %125, %126, %127}, "                         \
+                                   "a, b, p, 1, 1, 0, 1;}"                                         \
+      : KDTREE_FLOATS_128(d, 0)                                                                    \
+      : "r"(a), "r"(b), "n"(descriptor_high(kTile)), "n"(descriptor_high(Stride))                  \
       : "memory")
-template <class T>
+template <class T, int Stride>
 __device__ __forceinline__ void multiply_values(float (&d)[128], uint32_t a, uint32_t b) {
   if constexpr (std::is_same_v<T, __half>)
     KDTREE_VALUES("f16");

@@ -147,18 +147,37 @@ __device__ __forceinline__ void wait_empty(Shared &shared, int step, int piece) 
   if (step >= 2) wait(shared.empty[step % 2][piece], step / 2 % 2 ^ 1);
 }
 
-// Whole boxes of pages, by one warp; each lane one page of a key block.
+// Whole boxes of pages, by one warp; each lane one page of a key block. Many tiles, which go
+// through the same keys side by side, take turns in asking L2 for those of later steps.
 __device__ __forceinline__ void copy_pages(const Params &a, const Keys &keys, const Block &block,
                                            Shared &shared, int steps, int lane) {
+  constexpr int kAhead = 4;  // steps that pages are looked up before they are copied
+  constexpr int kManyTiles = 4;
   const int pages = kKeys / keys.box_rows;
   if (lane >= pages) return;
   const unsigned lanes = (1u << pages) - 1;
   int position = block.keys.begin + lane * keys.box_rows;
-  int next = page_of(a, block.request, position);
+  const auto look_up = [&](int step, int ahead) {
+    return step < steps ? page_of(a, block.request, position + ahead * kKeys) : -1;
+  };
+  const auto group_in_page = [&](int ahead) {
+    return ((position + ahead * kKeys) & (static_cast<int>(a.p.page_size) - 1)) / 8;
+  };
+  int ahead[kAhead + 1];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) ahead[i + 1] = look_up(i, i);
+  int turn = a.tiles >= kManyTiles ? static_cast<int>(blockIdx.x % a.tiles) : -1;
   for (int step = 0; step < steps; ++step, position += kKeys) {
-    const int page = next;
-    if (step + 1 < steps) next = page_of(a, block.request, position + kKeys);
-    const int in_page = position & (static_cast<int>(a.p.page_size) - 1);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = ahead[i + 1];
+    ahead[kAhead] = look_up(step + kAhead, kAhead);
+    if (turn-- == 0) {
+      turn = a.tiles - 1;
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece)
+        prefetch_box(keys.pieces[piece], first_panel(piece), group_in_page(kAhead - 1),
+                     ahead[kAhead - 1]);
+    }
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       uint64_t &full = shared.full[step % 2][piece];
@@ -167,7 +186,8 @@ __device__ __forceinline__ void copy_pages(const Params &a, const Keys &keys, co
       wait_empty(shared, step, piece);
       if (lane == 0) arrive_expecting(full, piece_panels(piece) * kPanelBytes);
       __syncwarp(lanes);
-      copy_box(shared_address(to), keys.pieces[piece], first_panel(piece), in_page / 8, page, full);
+      copy_box(shared_address(to), keys.pieces[piece], first_panel(piece), group_in_page(0),
+               ahead[0], full);
     }
   }
 }

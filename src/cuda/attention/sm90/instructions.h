@@ -106,6 +106,14 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, in
       : "memory");
 }
 
+// The same box to L2 only.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap &map, int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %1, %2, %3, %4}];" ::"l"(&map),
+      "r"(0), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t *m) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])

@@ -352,6 +352,19 @@ def test_kv_split_makes_bits_independent_of_neighbours(backend, rng, kv_split):
     assert_same(got, tuple(x[shuffled] for x in together))
 
 
+def test_kv_split_in_a_large_batch(device, rng):
+    """Partial results are merged in one order, however many rows there are."""
+    case = attn_case(rng, prefix_lens=[700, 10] * 12, qlen=17, heads=5)
+    case.options["kv_split"] = 64
+    together = run_attn(device, kdtree.verify_attn, case)
+    few = AttnCase(
+        *(case.q[:2], case.kv_cache, case.block_table[:2], case.prefix_lens[:2]),
+        *(case.visibility[:2], case.options),
+    )
+    got = run_attn(device, kdtree.verify_attn, few)
+    assert_same(got, tuple(x[:2] for x in together))
+
+
 def test_kv_split_changes_rounding_only(device, rng):
     case = attn_case(rng, prefix_lens=[1500, 10], qlen=9, heads=4, dtype=BF16)
     for kv_split in (None, 64, 192, 4096):
@@ -369,13 +382,15 @@ def test_bits_do_not_depend_on_what_is_not_seen(backend, rng):
 # ---- sizes
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype"), [(1, F16), (8, F16), (64, F16), (64, FP8)], ids=str
+)
 @pytest.mark.parametrize(
     "prefix_lens",
     [[4641, 0, 1730, 63, 64, 300, 5000, 1], [900] * 8, [0] * 8, [3000, *([0] * 11)], [17] * 40],
     ids=["ragged", "uniform", "empty", "one long", "many"],
 )
-def test_ragged_batches(device, rng, prefix_lens, page_size):
+def test_ragged_batches(device, rng, prefix_lens, page_size, kv_dtype):
     """Batches of 8 heads and 65 slots, whose keys are shared out over the whole GPU."""
     num_nodes = rng.integers(1, 66, len(prefix_lens))
     num_nodes[2], num_nodes[-1], num_nodes[4] = 65, 0, 0  # padding in the middle and at the end
@@ -385,6 +400,7 @@ def test_ragged_batches(device, rng, prefix_lens, page_size):
         qlen=65,
         heads=8,
         page_size=page_size,
+        kv_dtype=kv_dtype,
         visibility="any",
         num_nodes=num_nodes.astype(np.int32),
     )

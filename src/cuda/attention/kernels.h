@@ -29,7 +29,7 @@ void attention(const attention::Params &params, Stream stream);
 
 namespace kdtree::cuda::sm90 {
 
-// 64-row tiles, a block an SM. Takes 16-bit caches.
+// 64-row tiles, a block an SM; its blocks take splits, or the pieces of a plan.
 void attention(const attention::Params &params, Stream stream);
 
 }  // namespace kdtree::cuda::sm90

@@ -15,16 +15,17 @@ struct AcceptScratch {
 template <class Group>
 KDTREE_HD void tree_accept(Group &group, const kdtree_tree_accept_params &p, int64_t b,
                            AcceptScratch &scratch) {
-  const int qlen = static_cast<int>(p.qlen);
-  const int used = clamp_nodes(p.num_nodes[b], qlen);
-  stage_walk(group, p, b, used, scratch.walk);
-  for (int slot = group.lane(); slot < qlen; slot += group.size())
-    scratch.target[slot] =
+  const int32_t num_nodes = p.num_nodes[b];
+  for_slots(group, p.qlen, [&](int slot) {  // every load goes out before one is waited for
+    const int64_t target =
         load_id(p.target_predict, p.target_predict_dtype, b * p.target_predict_stride_b + slot);
+    stage_slot(p, b, slot, clamp_nodes(num_nodes, p.qlen), scratch.walk);
+    scratch.target[slot] = target;
+  });
   group.sync();
 
   int steps = 0;
-  for (int slot = used > 0 ? 0 : -1; slot >= 0; ++steps) {
+  for (int slot = num_nodes > 0 ? 0 : -1; slot >= 0; ++steps) {
     const int64_t target = scratch.target[slot];
     if (group.lane() == 0) {
       scratch.walk.slot[steps] = slot;

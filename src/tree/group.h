@@ -49,6 +49,15 @@ struct WarpGroup {
     return __reduce_max_sync(0xffffffffu, value);
   }
 };
+
+// A block of threads, for bodies that need no more than sync().
+template <int kThreads>
+struct BlockGroup {
+  static constexpr int kSize = kThreads;
+  __device__ __forceinline__ int lane() const { return threadIdx.x; }
+  __device__ __forceinline__ int size() const { return kSize; }
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+};
 #endif
 
 // The lowest lane of a ballot that is not empty.

@@ -29,8 +29,25 @@ KDTREE_HD int clamp_nodes(int32_t num_nodes, int64_t qlen) {
 
 // Element i of an i32 or i64 array.
 KDTREE_HD int64_t load_id(const void *ids, int32_t dtype, int64_t i) {
-  return dtype == KDTREE_I64 ? static_cast<const int64_t *>(ids)[i]
-                             : static_cast<const int32_t *>(ids)[i];
+  const bool wide = dtype == KDTREE_I64;
+#if defined(__CUDA_ARCH__)  // without a branch, so that several loads go out together
+  const auto *word = static_cast<const int32_t *>(ids) + (wide ? 2 * i : i);
+  const int32_t low = word[0], second = word[wide];
+  const int32_t high = wide ? second : low >> 31;
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
+#else
+  return wide ? static_cast<const int64_t *>(ids)[i] : static_cast<const int32_t *>(ids)[i];
+#endif
+}
+
+// f(slot) for `count` slots, kMaxQlen at most, each by one lane.
+template <class Group, class F>
+KDTREE_HD void for_slots(const Group &group, int64_t count, F &&f) {
+  if constexpr (Group::kSize >= kMaxQlen) {
+    if (group.lane() < count) f(group.lane());
+  } else {
+    for (int slot = group.lane(); slot < count; slot += group.size()) f(slot);
+  }
 }
 
 }  // namespace kdtree::tree

@@ -20,22 +20,25 @@ struct WalkScratch {
   int32_t slot[kMaxQlen];
 };
 
-// Fills scratch.node; the caller syncs. Params is that of either op. Unused slots are loaded too:
-// no load then waits for num_nodes.
+// Fills scratch.node[slot]. Params is that of either op. Unused slots are loaded too: no load then
+// waits for num_nodes.
+template <class Params>
+KDTREE_HD void stage_slot(const Params &p, int64_t b, int slot, int used, WalkScratch &scratch) {
+  const int64_t child = load_id(p.next_token, p.next_token_dtype, b * p.next_token_stride_b + slot);
+  const int64_t sibling =
+      load_id(p.next_sibling, p.next_sibling_dtype, b * p.next_sibling_stride_b + slot);
+  WalkNode node;
+  node.token = load_id(p.draft_tokens, p.draft_tokens_dtype, b * p.draft_tokens_stride_b + slot);
+  node.child = child > slot && child < used ? static_cast<int32_t>(child) : -1;
+  node.sibling = sibling > slot && sibling < used ? static_cast<int32_t>(sibling) : -1;
+  scratch.node[slot] = node;
+}
+
+// Every slot of the request; the caller syncs.
 template <class Group, class Params>
 KDTREE_HD void stage_walk(Group &group, const Params &p, int64_t b, int used,
                           WalkScratch &scratch) {
-  for (int slot = group.lane(); slot < p.qlen; slot += group.size()) {
-    const int64_t child =
-        load_id(p.next_token, p.next_token_dtype, b * p.next_token_stride_b + slot);
-    const int64_t sibling =
-        load_id(p.next_sibling, p.next_sibling_dtype, b * p.next_sibling_stride_b + slot);
-    WalkNode node;
-    node.token = load_id(p.draft_tokens, p.draft_tokens_dtype, b * p.draft_tokens_stride_b + slot);
-    node.child = child > slot && child < used ? static_cast<int32_t>(child) : -1;
-    node.sibling = sibling > slot && sibling < used ? static_cast<int32_t>(sibling) : -1;
-    scratch.node[slot] = node;
-  }
+  for_slots(group, p.qlen, [&](int slot) { stage_slot(p, b, slot, used, scratch); });
 }
 
 // The child of `slot` that holds `token`, the lowest on duplicates; -1 when there is none. Every
@@ -55,11 +58,10 @@ KDTREE_HD int next_slot(const WalkScratch &scratch, int slot, int64_t token) {
 template <class Group, class Params>
 KDTREE_HD void write_accept(Group &group, const Params &p, int64_t b, int steps,
                             const WalkScratch &scratch) {
-  const int qlen = static_cast<int>(p.qlen);
-  for (int i = group.lane(); i < qlen; i += group.size()) {
-    p.accept_index[b * qlen + i] = i < steps ? scratch.slot[i] : -1;
-    p.accept_tokens[b * qlen + i] = i < steps ? scratch.token[i] : -1;
-  }
+  for_slots(group, p.qlen, [&](int i) {
+    p.accept_index[b * p.qlen + i] = i < steps ? scratch.slot[i] : -1;
+    p.accept_tokens[b * p.qlen + i] = i < steps ? scratch.token[i] : -1;
+  });
   if (group.lane() == 0) p.accept_token_num[b] = steps > 0 ? steps - 1 : 0;
 }
 

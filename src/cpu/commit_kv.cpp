@@ -19,8 +19,11 @@ void commit_kv(const kdtree_commit_kv_params &p) {
                  for (int64_t i = begin; i < end; ++i) {
                    const int64_t b = i / p.num_layers;
                    if (i == begin || i % p.num_layers == 0) {
-                     count = tree::count_moves(p, b);
-                     for (int m = 0; m < count; ++m) moves[m] = tree::accepted_move(p, b, m);
+                     count = tree::count_moves(p, p.accept_token_num[b]);
+                     const int32_t *slots = p.accept_index + b * p.accept_index_stride_b;
+                     const auto row_of = [&](int slot) { return tree::slot_row(p, b, slot); };
+                     for (int m = 0; m < count; ++m)
+                       moves[m] = tree::accepted_move(p, slots[0], slots[m], m, row_of);
                      num_live = 0;
                      for (int m = 0; m < count; ++m)
                        if (tree::is_live(moves, count, m)) live[num_live++] = m;

@@ -1,13 +1,19 @@
-// commit_kv on CUDA: one block a (request, layer, slice of the row), all layers in one launch,
-// their base pointers in the kernel's parameters.
+// commit_kv on CUDA: all layers in one launch, their base pointers in the kernel's parameters. A
+// request's work is a list of columns, each 16 bytes of a row in one layer, and a thread takes one
+// column at a time: it reads that column of every row that moves, then writes them all, so nobody
+// waits for anybody else. A block is 128 columns, or a stride of such pieces once all blocks of a
+// full GPU have one.
 //
-// A block works out the moves of its request, reads the moving rows into shared memory and writes
-// them out, a range of columns at a time: as wide as the moves at hand leave room for, which for
-// the 1,152-byte rows of an MLA cache is the whole row up to 28 moves.
+// Every block works out the moves of its request for itself: accept_index, the prefix and the count
+// in one memory round trip, block_table in a second one, for each slot whether it moves or not. The
+// rows lie in shared memory while they move, 16 KB a block and up to 11 blocks a multiprocessor:
+// all bytes of a batch that fits are in flight at once.
 //
-// Moves 2 x layers x accepted rows: 61 layers x 5 rows x 1,152 bytes a request are 0.7 MB, 11 MB at
-// 16 requests, 5 us at 4.3 TB/s read and written. A few requests take one launch and four dependent
-// round trips: accept_index, block_table, the read, the write.
+// Moves 2 x layers x rows x 1,152 bytes a request: 27 MB at 61 layers, 6 rows and 32 requests,
+// 6.3 us at 4.3 TB/s. Measured on an H200 in a graph, with an L2 full of somebody else's changed
+// lines: 13.9 us, of which an empty kernel is 2.9 and the round trips 4; with the rows in L2, 7.2.
+#include <cuda_pipeline_primitives.h>
+
 #include <algorithm>
 
 #include "cuda/launch.h"
@@ -15,22 +21,33 @@
 
 namespace kdtree::cuda {
 
-constexpr int kCommitThreads = 256;
-constexpr int kCommitBytes = 32768;  // of rows in flight a block
-constexpr int kSliceVectors = 256;   // columns of a row that a block takes
-constexpr int kMaxLayers = 448;      // of one launch
+constexpr int kCommitThreads = 128;
+constexpr int kCommitBytes = 16384;     // of rows in flight a block
+constexpr int kCommitBlocksPerSm = 11;  // by its shared memory
+constexpr int kMaxLayers = 448;         // of one launch
 
 struct CommitParams {
   kdtree_commit_kv_params op;
+  uint32_t row_vectors, items;  // vectors of a row; of one row in every layer of the launch
   void *layers[kMaxLayers];
 };
 static_assert(sizeof(CommitParams) <= 4096, "kernel parameters are limited to 4 KB");
 
 struct CommitShared {
   alignas(16) unsigned char rows[kCommitBytes];
+  int64_t row_of[tree::kMaxQlen];  // element offset of each slot's row
   tree::Move move[tree::kMaxQlen], live[tree::kMaxQlen];
   int num_live;
 };
+
+// A copy that may finish later, where the hardware has one of this width.
+template <class Vector>
+__device__ __forceinline__ void copy_async(Vector *to, const Vector *from) {
+  if constexpr (sizeof(Vector) >= 4)
+    __pipeline_memcpy_async(to, from, sizeof(Vector));
+  else
+    *to = *from;
+}
 
 // Vector: the widest word that every row of every layer is a multiple of.
 template <class Vector>
@@ -39,50 +56,71 @@ __global__ void __launch_bounds__(kCommitThreads)
   __shared__ CommitShared s;
   const int64_t b = blockIdx.x;
   const int thread = threadIdx.x;
+  const auto column = [&](uint32_t item) {  // of a layer
+    return static_cast<Vector *>(p.layers[item / p.row_vectors]) + item % p.row_vectors;
+  };
+  uint32_t item = blockIdx.y * kCommitThreads + thread;
+  Vector *cache = item < p.items ? column(item) : nullptr;
 
+  // The moves of the request. Every load goes out before one is waited for.
+  const bool is_slot = thread < p.op.qlen;
+  const int32_t *slots = p.op.accept_index + b * p.op.accept_index_stride_b;
+  const int32_t accepted = p.op.accept_token_num[b], root = slots[0];
+  const int32_t slot = is_slot ? slots[thread] : -1;
+  if (is_slot) s.row_of[thread] = tree::slot_row(p.op, b, thread);
   if (thread == 0) s.num_live = 0;
-  const int count = tree::count_moves(p.op, b);
-  if (count == 0) return;
-  if (thread < count) s.move[thread] = tree::accepted_move(p.op, b, thread);
   __syncthreads();
-  if (thread < count && tree::is_live(s.move, count, thread))
-    s.live[atomicAdd(&s.num_live, 1)] = s.move[thread];  // in any order: all is read first
+  const int count = tree::count_moves(p.op, accepted);
+  tree::Move move;
+  if (thread < count)
+    s.move[thread] = move =
+        tree::accepted_move(p.op, root, slot, thread, [&](int slot) { return s.row_of[slot]; });
+  __syncthreads();
+  const auto vectors = [&](int64_t elements) {
+    return static_cast<int64_t>(static_cast<uint64_t>(elements) * p.op.element_size /
+                                sizeof(Vector));
+  };
+  if (thread < count && tree::is_live(s.move, count, thread))  // in any order: all is read first
+    s.live[atomicAdd(&s.num_live, 1)] = {vectors(move.from), vectors(move.to)};
   __syncthreads();
   const int rows = s.num_live;
   if (rows == 0) return;
 
-  Vector *cache = static_cast<Vector *>(p.layers[blockIdx.y]);
-  Vector *staged = reinterpret_cast<Vector *>(s.rows);
-  const int64_t element_size = p.op.element_size;
-  const int64_t row_vectors = p.op.row_elements * element_size / sizeof(Vector);
-  const int64_t begin = int64_t(blockIdx.z) * kSliceVectors;
-  const int slice = static_cast<int>(min(int64_t(kSliceVectors), row_vectors - begin));
-  const int most = static_cast<int>(kCommitBytes / sizeof(Vector)) / rows;
-  for (int first = 0; first < slice; first += most) {
-    const int width = min(most, slice - first);
-    for (int i = thread; i < rows * width; i += kCommitThreads) {
-      const int64_t from = s.live[i / width].from * element_size / int64_t(sizeof(Vector));
-      staged[i] = cache[from + begin + first + i % width];
+  // A thread has its column to itself, in registers' stead a column of s.rows: nobody else reads
+  // what it writes. Where the rows are many, fewer threads take part, each for several columns.
+  constexpr int kSlots = kCommitBytes / sizeof(Vector);
+  const int width = min(kCommitThreads, kSlots / rows);
+  Vector *staged = reinterpret_cast<Vector *>(s.rows) + thread;
+  for (int at = thread; thread < width && item < p.items;) {
+#pragma unroll 4
+    for (int i = 0; i < rows; ++i) copy_async(staged + i * width, cache + s.live[i].from);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+#pragma unroll 4
+    for (int i = 0; i < rows; ++i) cache[s.live[i].to] = staged[i * width];
+    at += width, item += width;
+    if (at >= kCommitThreads) {
+      item += thread - at + gridDim.y * kCommitThreads;
+      at = thread;
     }
-    __syncthreads();
-    for (int i = thread; i < rows * width; i += kCommitThreads) {
-      const int64_t to = s.live[i / width].to * element_size / int64_t(sizeof(Vector));
-      cache[to + begin + first + i % width] = staged[i];
-    }
-    __syncthreads();
+    if (item < p.items) cache = column(item);
   }
 }
 
 template <class Vector>
 void launch_commit(const kdtree_commit_kv_params &p, Stream stream) {
-  const int64_t row_vectors = p.row_elements * p.element_size / sizeof(Vector);
   CommitParams params;
   params.op = p;
-  for (int64_t first = 0; first < p.num_layers; first += kMaxLayers) {
-    const int64_t layers = std::min<int64_t>(p.num_layers - first, kMaxLayers);
+  params.row_vectors = static_cast<uint32_t>(p.row_elements * p.element_size / sizeof(Vector));
+  // Of one request: all blocks run at once, or it is one each.
+  const int64_t wave = ceil_div(num_sms() * kCommitBlocksPerSm, p.batch);
+  const int64_t most = std::min<int64_t>(kMaxLayers, INT32_MAX / 2 / params.row_vectors);
+  for (int64_t first = 0; first < p.num_layers; first += most) {
+    const int64_t layers = std::min(p.num_layers - first, most);
     std::copy_n(p.kv_caches + first, layers, params.layers);
-    launch("commit_kv", commit_kv_kernel<Vector>,
-           dim3(p.batch, layers, ceil_div(row_vectors, kSliceVectors)), dim3(kCommitThreads), 0,
+    params.items = static_cast<uint32_t>(layers * params.row_vectors);
+    const int64_t blocks = std::min(ceil_div(params.items, kCommitThreads), wave);
+    launch("commit_kv", commit_kv_kernel<Vector>, dim3(p.batch, blocks), dim3(kCommitThreads), 0,
            stream, params);
   }
 }

@@ -8,11 +8,8 @@ void build_ddtree(const kdtree_build_ddtree_params &p) {
   parallel_for(p.batch, 16, [&](int64_t begin, int64_t end) {
     tree::SerialGroup group;
     tree::BuildScratch scratch;
-    float table[tree::kMaxTableFloats];
-    for (int64_t b = begin; b < end; ++b) {
-      tree::stage_logprobs(group, p, b, table, [](float *to, const float *from) { *to = *from; });
-      tree::build_ddtree(group, p, b, table, scratch);
-    }
+    double table[tree::kMaxTable];
+    for (int64_t b = begin; b < end; ++b) tree::build_ddtree(group, p, b, table, scratch);
   });
 }
 

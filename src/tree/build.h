@@ -1,18 +1,21 @@
 // build_ddtree: the best-first tree of one request.
 //
-// The frontier (what the reference keeps in a heap) is an array in lexicographic order of rank
-// tuples, a prefix before its extensions. Taking the entry at a position puts its first child in
-// its place and its next sibling right after, and that keeps the order: all that could come
-// between them are extensions of the child, which do not exist yet. So the tie rule is "the
-// leftmost of the largest", and no tuple is ever stored or compared. Before n nodes are taken the
-// frontier spans n + 1 positions, so 64 are enough; a dead entry is a hole.
+// The frontier (what the reference keeps in a heap) has one entry for every slot taken so far: the
+// next of its children, whose siblings before it are taken. Taking an entry moves it on to the next
+// sibling, in place, and opens the children of the new slot. So slots are spread over the lanes,
+// and all that travels between lanes is one child.
 //
-// The positions are spread over the lanes in blocks. A step is one choice of the largest score,
-// and while the group chooses, each lane already scores the successors of its own best; it is one
-// chain of dependent instructions, so everything in it is there to be short. The tree is grown to
-// the budget first; the stop rule of node_cost then cuts it, since what is taken never depends on
-// it, and links follow from what each node was: a rank 0 is its parent's first child, any other
-// is the next sibling of the rank before.
+// Equal scores are decided by rank tuples, and for that each entry knows its place among them in
+// lexicographic order, a prefix before its extensions. Taking the entry at a place puts the new
+// slot's first child there and the next sibling right after it: all that could come between them
+// are extensions of the child, which do not exist yet. So what was at that place or after moves up
+// by one, and no tuple is ever stored or compared.
+//
+// A step is one chain of dependent instructions, from a choice to the next, so everything in it is
+// there to be short: while the group chooses, each lane already scores what follows its own best,
+// and what is not part of the chain is done in its waits.
+// The tree is grown to the budget first; the stop rule of node_cost then cuts it, since what is
+// taken never depends on it, and links follow from what each node was.
 #pragma once
 
 #include <math.h>
@@ -23,66 +26,89 @@
 
 namespace kdtree::tree {
 
+constexpr int kMaxLanes = 32;
+
 struct BuildScratch {
-  double score[kMaxQlen];
-  double weight[kMaxQlen];  // e^score, for the stop rule
-  uint32_t node[kMaxQlen];  // as packed by node_word; [0] is not used
-  int32_t child[kMaxQlen];
-  int32_t sibling[kMaxQlen];
+  double score[kMaxQlen + kMaxLanes];    // behind the slots, a place for each lane to waste a store
+  double weight[kMaxQlen];               // e^score, for the stop rule
+  uint32_t node[kMaxQlen + kMaxLanes];   // parent | place in the table << 8; [0] is not used
+  uint8_t slot_of[kMaxQlen][kMaxK + 1];  // of a child, by parent and rank; 0: not taken
+  int taken;                             // slots without the root
 };
 
-// The log-probs of one request that can matter, with -inf around them, so that a step needs no
-// bounds: each depth is a row of k + 1 floats, and two rows of -inf follow.
-KDTREE_HD int table_levels(const kdtree_build_ddtree_params &p) {
-  return static_cast<int>(p.depth < p.budget ? p.depth : p.budget);
-}
-KDTREE_HD int table_floats(const kdtree_build_ddtree_params &p) {
-  return (table_levels(p) + 2) * static_cast<int>(p.k + 1);
-}
-constexpr int kMaxTableFloats = (kMaxNodes + 2) * (kMaxK + 1);
+// The log-probs of one request that can matter, as doubles: a row of k and a -inf for each depth,
+// and -inf for as far as a step may look behind them. So a step needs no bounds.
+struct BuildTable {
+  int levels, k, pitch, size;
+  uint32_t inverse;  // of pitch
 
-// copy(to, from) moves one float, and may finish later: the caller waits, then syncs.
-template <class Group, class Copy>
-KDTREE_HD void stage_logprobs(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
-                              float *table, Copy &&copy) {
-  const int levels = table_levels(p), k = static_cast<int>(p.k), pitch = k + 1;
-  for (int level = 0; level < levels; ++level) {
-    const float *row = p.logprobs + b * p.logprobs_stride_b + level * p.logprobs_stride_l;
-    for (int rank = group.lane(); rank < k; rank += group.size())
-      copy(table + level * pitch + rank, row + rank);
+  KDTREE_HD explicit BuildTable(const kdtree_build_ddtree_params &p)
+      : levels(static_cast<int>(p.depth < p.budget ? p.depth : p.budget)),
+        k(static_cast<int>(p.k)),
+        pitch(k + 1),
+        size((levels + 1) * pitch + 1),
+        inverse((1u << 19) / pitch + 1) {}
+  // at / pitch: exact, since at x pitch is below 2^19.
+  KDTREE_HD int row(int at) const { return static_cast<int>(at * inverse >> 19); }
+};
+constexpr int kMaxTable = (kMaxNodes + 1) * (kMaxK + 1) + 1;
+
+// NaN is dead like -inf, and +inf is something finite that no float reaches: an infinite score
+// would make NaN of its siblings.
+KDTREE_HD double table_value(float logprob) {
+  const double value = logprob > -HUGE_VALF ? logprob : -HUGE_VALF;
+  return value < 1e300 ? value : 1e300;
+}
+
+template <class Group>
+KDTREE_HD void stage_build(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
+                           double *table) {
+  // Lanes side by side in a row, as many rows at once as there are lanes for; of each lane several
+  // loads before it waits for one.
+  constexpr int kWide = Group::kSize < 32 ? Group::kSize : 32, kRows = Group::kSize / kWide;
+  constexpr int kAhead = kWide == 32 ? 3 : 1, kAcross = kWide == 32 ? kMaxK / kWide : 1;
+  const BuildTable shape(p);
+  const int lane = group.lane() % kWide, team = group.lane() / kWide;
+  const float *logprobs = p.logprobs + b * p.logprobs_stride_b;
+  for (int first = team; first <= shape.levels; first += kAhead * kRows) {
+    for (int start = lane; start < shape.pitch; start += kAcross * kWide) {
+      float value[kAhead][kAcross];
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = first + i * kRows;
+        for (int j = 0; j < kAcross; ++j) {
+          const int rank = start + j * kWide;
+          value[i][j] = -HUGE_VALF;
+          if (row < shape.levels && rank < shape.k)
+            value[i][j] = logprobs[row * p.logprobs_stride_l + rank];
+        }
+      }
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = first + i * kRows;
+        for (int j = 0; j < kAcross; ++j) {
+          const int rank = start + j * kWide;
+          if (row <= shape.levels && rank < shape.pitch)
+            table[row * shape.pitch + rank] = table_value(value[i][j]);
+        }
+      }
+    }
   }
-  for (int level = group.lane(); level < levels; level += group.size())
-    table[level * pitch + k] = -HUGE_VALF;
-  for (int i = levels * pitch + group.lane(); i < table_floats(p); i += group.size())
-    table[i] = -HUGE_VALF;
+  if (group.lane() == 0) table[shape.size - 1] = -HUGE_VAL;
 }
 
-// A frontier entry or node in one word: depth 1..65, rank 0..64, the parent's slot and, when rank
-// is not 0, the slot of the sibling before.
-KDTREE_HD uint32_t node_word(int parent, int before, int depth, int rank) {
-  return static_cast<uint32_t>(parent | before << 8 | depth << 16 | rank << 24);
-}
-KDTREE_HD int node_parent(uint32_t node) {
-  return node & 0xff;
-}
-KDTREE_HD int node_before(uint32_t node) {
-  return node >> 8 & 0xff;
-}
-KDTREE_HD int node_depth(uint32_t node) {
-  return node >> 16 & 0xff;
-}
-KDTREE_HD int node_rank(uint32_t node) {
-  return node >> 24;
-}
+// A node as grow_tree leaves it.
+struct BuildNode {
+  int parent, row, rank;
+  KDTREE_HD BuildNode(const BuildTable &shape, uint32_t node)
+      : parent(node & 0xff), row(shape.row(node >> 8)), rank((node >> 8) - row * shape.pitch) {}
+};
 
-// A score as an integer: larger score, larger key. -inf, and NaN with it, is kDead: what is behind
-// it is never taken. A score is never -0.
+// A score as an integer: larger score, larger key. That of -inf is kDead: what is behind it is
+// never taken. A score is never -0.
 constexpr uint64_t kDead = 0x000fffffffffffff;
 KDTREE_HD uint64_t score_key(double score) {
   int64_t bits;
   memcpy(&bits, &score, sizeof bits);
-  const bool nan = static_cast<uint64_t>(bits) << 1 > uint64_t(0x7ff) << 53;
-  return nan ? kDead : static_cast<uint64_t>(bits ^ (bits >> 63 | INT64_MIN));
+  return static_cast<uint64_t>(bits ^ (bits >> 63 | INT64_MIN));
 }
 KDTREE_HD double key_score(uint64_t key) {
   const int64_t bits = static_cast<int64_t>(key) ^ (~static_cast<int64_t>(key) >> 63 | INT64_MIN);
@@ -91,87 +117,154 @@ KDTREE_HD double key_score(uint64_t key) {
   return score;
 }
 
-// Takes nodes into scratch.score and scratch.node, slots 1 up, and returns how many.
+// The entries of a lane: those of slots lane, lane + size, ...
 template <class Group>
-KDTREE_HD int grow_tree(Group &group, const kdtree_build_ddtree_params &p, const float *table,
-                        BuildScratch &scratch) {
-  constexpr int kHeld = (kMaxNodes + Group::kSize - 1) / Group::kSize;  // positions of a lane
-  const int lane = group.lane(), pitch = static_cast<int>(p.k + 1);
-  uint64_t key[kHeld];
-  uint32_t node[kHeld];
-  for (int j = 0; j < kHeld; ++j) {
-    key[j] = kDead;
-    node[j] = node_word(0, 0, 1, 0);
+struct BuildEntries {
+  static constexpr int kMost = kMaxNodes / Group::kSize;
+  uint64_t key[kMost];
+  int at[kMost];     // the next child, in the table
+  int below[kMost];  // where that child's children are
+  int order[kMost];  // among all entries, by rank tuple: below kOrders
+};
+constexpr uint32_t kOrders = 256;
+
+// array[j]; for a few entries without an index, which registers do not have.
+template <int kHeld>
+KDTREE_HD int entry_of(const int *array, int j) {
+  if constexpr (kHeld > 2) return array[j];
+  return kHeld == 2 && j == 1 ? array[1] : array[0];
+}
+
+// What a lane offers: the first of its entries, and what would follow that.
+struct BuildOffer {
+  uint64_t key, child, sibling;
+  double score;
+  int j, at, below, order;
+};
+
+// Takes nodes until there are `most`, with the first kHeld entries of each lane in use; returns
+// whether there are.
+template <int kHeld, class Group>
+KDTREE_HD bool take_nodes(Group &group, BuildEntries<Group> &entries, const double *table,
+                          int pitch, int most, int &taken, BuildScratch &scratch) {
+  constexpr bool kAlone = Group::kSize == 1;
+  constexpr uint32_t kLane = Group::kSize - 1;  // the bits of a lane's number
+  const int lane = group.lane();
+  auto &key = entries.key;
+  auto &at = entries.at, &below = entries.below, &order = entries.order;
+
+  BuildOffer best;
+  uint32_t bid, top, opened_place, holders;
+  uint64_t opened;
+  // Everything from one update of the entries to the next, in one piece: a lane's offer, the
+  // highest bid and, before it is sure that only one lane bids so high, the child of the winner.
+  // In a bid the number of the lane takes the place of the lowest bits.
+  const auto choose = [&] {
+    // A lane of its own skips what is empty.
+    const int held = !kAlone ? kHeld : taken < kHeld ? taken + 1 : kHeld;
+    int j = 0, first = order[0];
+    best.key = key[0];
+    uint32_t high = static_cast<uint32_t>(key[0] >> 32);
+    for (int i = 1; i < held; ++i) {
+      if (kAlone && key[i] < best.key) continue;  // a branch that a CPU foresees
+      const uint32_t other = static_cast<uint32_t>(key[i] >> 32);
+      high = other > high ? other : high;
+      const bool equal = key[i] == best.key;
+      if ((key[i] > best.key) | (equal & (order[i] < first)))
+        best.key = key[i], first = order[i], j = i;
+    }
+    best.j = j, best.order = first;
+    best.at = entry_of<kHeld>(at, j), best.below = entry_of<kHeld>(below, j);
+    bid = (high & ~kLane) | static_cast<uint32_t>(lane);
+    top = group.max(bid);
+    best.score = key_score(best.key);
+    best.child = score_key(best.score + table[best.below]);
+    best.sibling = score_key((best.score - table[best.at]) + table[best.at + 1]);
+    const int winner = static_cast<int>(top & kLane);
+    opened = group.shfl(best.child, winner);
+    opened_place = group.shfl(static_cast<uint32_t>(best.below) * kOrders + best.order, winner);
+    holders = group.ballot((bid ^ top) <= kLane);
+  };
+
+  for (choose(); taken < most; choose()) {
+    if (top <= kDead >> 32) return false;
+    int winner = static_cast<int>(top & kLane);
+    if ((holders & (holders - 1)) != 0) {  // the same for every lane: the bits below, then order
+      bool ahead = (bid ^ top) <= kLane;
+      const uint32_t low = ahead ? static_cast<uint32_t>(best.key >> 5) : 0;
+      const uint32_t low_top = group.max(low);
+      ahead = ahead && low == low_top;
+      const uint32_t last = (static_cast<uint32_t>(best.key) % 32 + 1) * kOrders - 1 - best.order;
+      winner = static_cast<int>(group.max(ahead ? last << 5 | lane : 0) & kLane);
+      opened = group.shfl(best.child, winner);
+      opened_place = group.shfl(static_cast<uint32_t>(best.below) * kOrders + best.order, winner);
+    }
+    const int slot = ++taken, new_at = opened_place / kOrders, new_order = opened_place % kOrders;
+    const bool won = lane == winner;
+    for (int j = 0; j < (kAlone ? slot : kHeld); ++j) order[j] += order[j] >= new_order;
+    const auto update = [&](int j, bool moves, bool opens) {
+      key[j] = opens ? opened : moves ? best.sibling : key[j];
+      at[j] = opens ? new_at : at[j] + moves;
+      below[j] = opens ? new_at + pitch : below[j];
+      order[j] = opens ? new_order : order[j];
+    };
+    if constexpr (kAlone) {
+      update(best.j, true, false);
+      if (slot < kMaxNodes) update(slot, false, true);
+    } else {
+      for (int j = 0; j < kHeld; ++j)
+        update(j, won & (j == best.j), slot == lane + j * Group::kSize);
+    }
+    const int record = won ? slot : kMaxQlen + lane;  // a store for all is less than a branch
+    scratch.score[record] = best.score;
+    scratch.node[record] = static_cast<uint32_t>(best.at << 8 | (best.j * Group::kSize + lane));
   }
-  if (lane == 0) key[0] = score_key(0.0 + static_cast<double>(table[0]));
+  return true;
+}
 
-  int taken = 0;
-  for (; taken < p.budget; ++taken) {
-    const int held = Group::kSize == 1 ? taken + 1 : kHeld;  // a lone lane skips what is empty
-    // The chain's next node is always at position 0, until it is dead for good.
-    const bool chain = p.chain_seed && lane == 0 && key[0] > kDead;
-    uint64_t best = key[0];
-    uint32_t best_node = node[0];
-    int best_j = 0;
-    for (int j = 1; j < held; ++j) {
-      if (key[j] > best && !chain) {
-        best = key[j];
-        best_node = node[j];
-        best_j = j;
-      }
-    }
-    const float *at = table + (node_depth(best_node) - 1) * pitch + node_rank(best_node);
-    const float own = at[0], next = at[1], below = table[node_depth(best_node) * pitch];
+// Takes nodes into scratch, slots 1 up, and returns how many. The first `seeded` are the chain.
+template <class Group>
+KDTREE_HD int grow_tree(Group &group, const kdtree_build_ddtree_params &p, const double *table,
+                        int &seeded, BuildScratch &scratch) {
+  constexpr int kMost = BuildEntries<Group>::kMost;
+  const int lane = group.lane(), pitch = BuildTable(p).pitch;
+  BuildEntries<Group> entries;
+  for (int j = 0; j < kMost; ++j)
+    entries.key[j] = kDead, entries.at[j] = entries.below[j] = entries.order[j] = 0;
 
-    const uint64_t bid = chain ? ~uint64_t(0) : best;
-    const uint32_t high = static_cast<uint32_t>(bid >> 32), low = static_cast<uint32_t>(bid);
-    const uint32_t top = group.max(high);
-    if (top <= kDead >> 32) break;
-    const double score = key_score(best);
-    const uint64_t child = score_key(score + static_cast<double>(below));
-    const uint64_t sibling =
-        score_key((score - static_cast<double>(own)) + static_cast<double>(next));
-    uint32_t holders = group.ballot(high == top);
-    if ((holders & (holders - 1)) != 0) {  // the same for every lane: the low words decide
-      const uint32_t low_top = group.max(high == top ? low : 0);
-      holders = group.ballot(high == top && low == low_top);
-    }
-    // The lowest holder is chosen; what lies above its choice moves up by one position.
-    const bool above = (holders & ((1u << lane) - 1)) != 0;
-    const bool chosen = !above && (holders >> lane & 1) != 0;
-
-    const int slot = taken + 1;
-    if (chosen) {
-      scratch.score[slot] = score;
-      scratch.node[slot] = best_node;
-    }
-    const uint32_t child_node = node_word(slot, 0, node_depth(best_node) + 1, 0);
-    const uint32_t sibling_node =
-        node_word(node_parent(best_node), slot, node_depth(best_node), node_rank(best_node) + 1);
-    const bool push_out = chosen && best_j == kHeld - 1;  // the sibling goes to the next lane
-    const uint64_t pushed = group.shfl(push_out ? sibling : key[kHeld - 1], lane - 1);
-    const uint32_t pushed_node = group.shfl(push_out ? sibling_node : node[kHeld - 1], lane - 1);
-    const int from = chosen ? best_j : above ? -1 : kHeld;
-    const uint64_t inserted = chosen ? sibling : pushed;
-    const uint32_t inserted_node = chosen ? sibling_node : pushed_node;
-    const int last = held < kHeld ? held : kHeld - 1, first = Group::kSize == 1 ? from : 0;
-    for (int j = last; j >= first; --j) {  // a warp has no branch here, and keeps all in registers
-      const int before = j > 0 ? j - 1 : 0;
-      key[j] = j > from ? key[before] : key[j];
-      node[j] = j > from ? node[before] : node[j];
-      key[j] = j == from + 1 ? inserted : key[j];
-      node[j] = j == from + 1 ? inserted_node : node[j];
-      key[j] = j == from ? child : key[j];
-      node[j] = j == from ? child_node : node[j];
+  // The root's entry or, after a chain, one for each of its slots, the deeper the earlier in order.
+  double score = 0;
+  for (seeded = 0;; ++seeded) {
+    const int at = seeded * pitch;
+    score += table[at];
+    const bool take = p.chain_seed && score > -HUGE_VAL;
+    const uint64_t key = score_key(take ? (score - table[at]) + table[at + 1] : score);
+    for (int j = 0; j < kMost; ++j)
+      if (seeded == lane + j * Group::kSize)
+        entries.key[j] = key, entries.at[j] = at + take, entries.below[j] = at + pitch,
+        entries.order[j] = kMaxQlen - seeded;
+    if (!take) break;
+    if (lane == 0) {
+      scratch.score[seeded + 1] = score;
+      scratch.node[seeded + 1] = static_cast<uint32_t>(at << 8 | seeded);
     }
   }
+
+  int taken = seeded;
+  bool more = true;
+  if constexpr (kMost == 2) {  // one entry is quicker than two, while slots are few
+    const int most = p.budget < Group::kSize ? p.budget : Group::kSize - 1;
+    if (taken < most) more = take_nodes<1>(group, entries, table, pitch, most, taken, scratch);
+  }
+  if (more) take_nodes<kMost>(group, entries, table, pitch, p.budget, taken, scratch);
   group.sync();
   return taken;
 }
 
-// How many of `taken` nodes the stop rule of node_cost leaves.
+// How many of `taken` nodes the stop rule of node_cost leaves; the `seeded` first are not subject
+// to it.
 template <class Group>
-KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int taken,
+KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int seeded, int taken,
                        BuildScratch &scratch) {
   for (int slot = group.lane() + 1; slot <= taken; slot += group.size())
     scratch.weight[slot] = exact_exp(scratch.score[slot]);
@@ -186,7 +279,7 @@ KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int ta
       if (slot == mine) after = sum;
     }
     bool stop = false;
-    if (mine <= taken && !(p.chain_seed && node_depth(scratch.node[mine]) == mine)) {
+    if (mine <= taken && mine > seeded) {
       const double cost_before = p.base_cost + static_cast<double>(p.node_cost[mine - 1]);
       const double cost_after = p.base_cost + static_cast<double>(p.node_cost[mine]);
       stop = !(after / cost_after > before / cost_before);
@@ -197,52 +290,72 @@ KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int ta
   return taken;
 }
 
-// `table` is staged and synced (scratch may still be read for the request before until then).
+// Grows the tree from the table, and leaves its size in scratch.
 template <class Group>
-KDTREE_HD void build_ddtree(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
-                            const float *table, BuildScratch &scratch) {
-  const int64_t root = load_id(p.root_tokens, p.root_tokens_dtype, b);
-  const int64_t prefix = p.prefix_lens[b];
-  int taken = -1;  // padding: not even the root
-  if (root >= 0) {
-    taken = grow_tree(group, p, table, scratch);
-    if (p.node_cost != nullptr) taken = cut_tree(group, p, taken, scratch);
-  }
+KDTREE_HD void build_nodes(Group &group, const kdtree_build_ddtree_params &p, const double *table,
+                           BuildScratch &scratch) {
+  int seeded;
+  int taken = grow_tree(group, p, table, seeded, scratch);
+  if (p.node_cost != nullptr) taken = cut_tree(group, p, seeded, taken, scratch);
+  if (group.lane() == 0) scratch.taken = taken;
+}
 
-  for (int slot = group.lane(); slot <= taken; slot += group.size())
-    scratch.child[slot] = scratch.sibling[slot] = -1;
+// Writes every field of the tree.
+template <class Group>
+KDTREE_HD void write_tree(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
+                          int64_t root, int64_t prefix, BuildScratch &scratch) {
+  const BuildTable shape(p);
+  const int taken = root < 0 ? -1 : scratch.taken;  // padding: not even the root
+  const auto node = [&](int slot) { return BuildNode(shape, scratch.node[slot]); };
+  for_slots(group, taken + 1, [&](int slot) {
+    scratch.slot_of[slot][0] = 0;
+    if (slot > 0) scratch.slot_of[node(slot).parent][node(slot).rank + 1] = 0;
+  });
   group.sync();
-  for (int slot = group.lane() + 1; slot <= taken; slot += group.size()) {
-    const uint32_t node = scratch.node[slot];
-    if (node_rank(node) == 0)
-      scratch.child[node_parent(node)] = slot;
-    else
-      scratch.sibling[node_before(node)] = slot;
-  }
+  for_slots(group, taken + 1, [&](int slot) {
+    if (slot > 0) scratch.slot_of[node(slot).parent][node(slot).rank] = static_cast<uint8_t>(slot);
+  });
   group.sync();
-
-  for (int slot = group.lane(); slot <= p.budget; slot += group.size()) {
-    const bool used = slot <= taken, is_root = used && slot == 0;
-    const uint32_t node = used && !is_root ? scratch.node[slot] : 0;
-    const int depth = node_depth(node);
-    uint64_t visible = 0;
-    for (int up = used ? slot : 0; up > 0; up = node_parent(scratch.node[up]))
-      visible |= slot_bit(up);
-    int64_t token = is_root ? root : 0;
-    if (depth > 0)
-      token = load_id(p.ids, p.ids_dtype,
-                      b * p.ids_stride_b + (depth - 1) * p.ids_stride_l + node_rank(node));
+  for_slots(group, p.budget + 1, [&](int slot) {
     const int64_t out = b * (p.budget + 1) + slot;
+    const bool used = slot <= taken;
+    int64_t token = used ? root : 0;
+    int parent = -1, depth = 0, child = 0, sibling = 0;
+    float score = used ? 0.0f : -HUGE_VALF;
+    uint64_t visible = 0;
+    if (used && slot > 0) {
+      const BuildNode mine = node(slot);
+      token =
+          load_id(p.ids, p.ids_dtype, b * p.ids_stride_b + mine.row * p.ids_stride_l + mine.rank);
+      parent = mine.parent;
+      depth = mine.row + 1;
+      sibling = scratch.slot_of[parent][mine.rank + 1];
+      score = static_cast<float>(scratch.score[slot]);
+      for (int up = slot; up > 0; up = scratch.node[up] & 0xff) visible |= slot_bit(up);
+    }
+    if (used) child = scratch.slot_of[slot][0];
     p.draft_tokens[out] = token;
-    p.parents[out] = depth > 0 ? node_parent(node) : -1;
+    p.parents[out] = parent;
     p.depths[out] = depth;
     p.positions[out] = prefix + depth;
-    p.next_token[out] = used ? scratch.child[slot] : -1;
-    p.next_sibling[out] = used ? scratch.sibling[slot] : -1;
+    p.next_token[out] = child > 0 ? child : -1;
+    p.next_sibling[out] = sibling > 0 ? sibling : -1;
     p.visibility[out] = static_cast<int64_t>(visible);
-    p.scores[out] = is_root ? 0.0f : used ? static_cast<float>(scratch.score[slot]) : -HUGE_VALF;
-  }
+    p.scores[out] = score;
+  });
   if (group.lane() == 0) p.num_nodes[b] = taken + 1;
+}
+
+template <class Group>
+KDTREE_HD void build_ddtree(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
+                            double *table, BuildScratch &scratch) {
+  const int64_t root = load_id(p.root_tokens, p.root_tokens_dtype, b);
+  stage_build(group, p, b, table);
+  group.sync();
+  if (root >= 0) build_nodes(group, p, table, scratch);
+  group.sync();
+  write_tree(group, p, b, root, p.prefix_lens[b], scratch);
+  group.sync();  // scratch may be used again
 }
 
 }  // namespace kdtree::tree

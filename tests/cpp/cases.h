@@ -82,7 +82,7 @@ void compare(const char *op, const Params &params, int64_t batch, Run &&run, Bin
 }
 
 struct BuildCaseScratch {
-  float table[tree::kMaxTableFloats];
+  double table[tree::kMaxTable];
   tree::BuildScratch build;
 };
 
@@ -131,9 +131,6 @@ void build_case(Random &random, Run &&run) {
         q.num_nodes = out.take<int32_t>(batch);
       },
       [](auto &group, const kdtree_build_ddtree_params &q, int64_t b, BuildCaseScratch &scratch) {
-        tree::stage_logprobs(group, q, b, scratch.table,
-                             [](float *to, const float *from) { *to = *from; });
-        group.sync();
         tree::build_ddtree(group, q, b, scratch.table, scratch.build);
       });
 }

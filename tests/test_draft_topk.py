@@ -32,8 +32,9 @@ def test_the_vocabulary_of_the_models(device, rng, dtype):
     check(device, logits, 64, vocab_size=163_000)
 
 
-@pytest.mark.parametrize("order", ["rising", "falling", "last"])
-def test_orders_that_fill_a_candidate_buffer(device, order):
+@pytest.mark.parametrize("rows", [2, 280])  # so many that one block of the GPU takes a whole row
+@pytest.mark.parametrize("order", ["rising", "falling", "last", "equal"])
+def test_orders_that_fill_a_candidate_buffer(device, order, rows):
     # Every element beats all before it, or none does.
     vocab = 20_000
     row = np.arange(vocab, dtype=np.float32)
@@ -41,7 +42,9 @@ def test_orders_that_fill_a_candidate_buffer(device, order):
         row = row[::-1].copy()
     elif order == "last":
         row = np.where(row < vocab - 64, 0, row).astype(np.float32)
-    check(device, np.stack([row, -row]), 64, normalize=False)
+    elif order == "equal":
+        row = np.ones_like(row)
+    check(device, np.tile([row, -row], (rows // 2, 1)), 64, normalize=False)
 
 
 def test_equal_logits_take_the_smallest_ids(backend, rng):

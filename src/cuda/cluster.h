@@ -13,7 +13,7 @@ namespace cluster {
 __device__ __forceinline__ int size() {
 #if __CUDA_ARCH__ >= 900
   uint32_t value;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
   return static_cast<int>(value);
 #else
   return 1;
@@ -23,50 +23,141 @@ __device__ __forceinline__ int size() {
 __device__ __forceinline__ int rank() {
 #if __CUDA_ARCH__ >= 900
   uint32_t value;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
   return static_cast<int>(value);
 #else
   return 0;
 #endif
 }
 
-// A barrier of all threads of the cluster; shared memory written before it is seen after it.
-__device__ __forceinline__ void sync() {
+// Once all threads have arrived and waited, every block of the cluster has started and opened its
+// inboxes. Orders nothing else, which would take a fence.
+__device__ __forceinline__ void arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "barrier.cluster.arrive.aligned;\n"
-      "barrier.cluster.wait.aligned;" ::
-          : "memory");
-#else
-  __syncthreads();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// The same variable in the shared memory of block `rank`. That block must have started, and must
-// not end before the access: sync() before and after.
-template <class T>
-__device__ __forceinline__ T *peer(T *shared, int rank) {
 #if __CUDA_ARCH__ >= 900
-  uint64_t address;
-  asm volatile("mapa.u64 %0, %1, %2;"
-               : "=l"(address)
-               : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
-  return reinterpret_cast<T *>(address);
-#else
-  return shared;
-#endif
+// A shared variable's address, here and in block `rank` of the cluster.
+template <class T>
+__device__ __forceinline__ uint32_t address(T *shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
+template <class T>
+__device__ __forceinline__ uint32_t address(T *shared, int rank) {
+  uint32_t result;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(result)
+               : "r"(address(shared)), "r"(rank));
+  return result;
+}
+#endif
+
+// Lets a block wait for what the blocks of its cluster write to its shared memory: an mbarrier,
+// which counts their bytes, so that no writer needs a fence (a release to the cluster is one for
+// the whole GPU). A block alone writes to itself and waits at its own barrier; without a cluster
+// launch the instructions below are illegal.
+//
+// A round ends when it has been told `announcements` times of bytes to come, and they have come. A
+// block may be one round ahead of its peers, so rounds alternate between two inboxes.
+struct Inbox {
+  uint64_t barrier;
+
+  // By one thread, before it arrives.
+  __device__ __forceinline__ void open(int announcements) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)),
+                 "r"(announcements)
+                 : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+  // To this block's inbox. What the thread did to shared memory before is seen by all that wait.
+  __device__ __forceinline__ void announce(int bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (size() == 1) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+  // To that of block `rank`.
+  __device__ __forceinline__ void announce(int bytes, int rank) {
+#if __CUDA_ARCH__ >= 900
+    if (size() == 1) return;
+    asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(
+                     address(&barrier, rank)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+  // *to = value in block `rank`: 4, 8 or 16 bytes, announced by somebody.
+  template <class T>
+  __device__ __forceinline__ void send(const T &value, T *to, int rank) {
+    if (size() == 1) {
+      *to = value;
+      return;
+    }
+#if __CUDA_ARCH__ >= 900
+    const uint32_t at = address(to, rank), inbox = address(&barrier, rank);
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+    uint32_t word[sizeof(T) / 4];
+    memcpy(word, &value, sizeof value);
+    if constexpr (sizeof(T) == 4)
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at),
+          "r"(word[0]), "r"(inbox)
+          : "memory");
+    else if constexpr (sizeof(T) == 8)
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::
+              "r"(at),
+          "r"(word[0]), "r"(word[1]), "r"(inbox)
+          : "memory");
+    else
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+          "[%5];" ::"r"(at),
+          "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]), "r"(inbox)
+          : "memory");
+#endif
+  }
+  // By all threads, for the inbox's rounds 0, 1, 2... in turn.
+  __device__ __forceinline__ void wait(int round) {
+    if (size() == 1) {
+      __syncthreads();
+      return;
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(address(&barrier)),
+        "r"(round & 1)
+        : "memory");
+#endif
+  }
+};
 
 }  // namespace cluster
 
-// How many blocks to put on each of `rows` rows: a power of two, as many as the GPU has room for
-// (two blocks an SM) and `parts` of a row make work for.
+// How many blocks to put on each of `rows` rows: a power of two, as many as `parts` of a row make
+// work for and the GPU has room for, with `per_sm` blocks an SM.
 template <class... Params>
-int choose_cluster(void (*kernel)(Params...), int64_t rows, int64_t parts) {
+int choose_cluster(void (*kernel)(Params...), int64_t rows, int64_t parts, int per_sm) {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
   if (attributes.binaryVersion < 90) return 1;
-  const int64_t room = 2 * num_sms();
+  const int64_t room = per_sm * num_sms();
   int size = 1;
   while (size < kMaxCluster && size < parts && 2 * size * rows <= room) size *= 2;
   return size;

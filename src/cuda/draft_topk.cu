@@ -1,19 +1,23 @@
 // draft_topk on CUDA: one cluster of up to 8 blocks a row, 512 threads a block, one pass.
 //
-// Each block streams its part of the row, a 16-byte vector a thread at a time (a tile), and keeps
-// the columns that can still be among the k largest. What can is told by a floor under the k-th
-// value: with 16 warps, the ceil(k / 16)-th largest of each warp's 32 running maxima belongs to
-// that many columns, so the least of these over the warps has k columns at or above it. The floor
-// needs no selection and lets some 120 columns of a tile pass for k 64. A row that beats it (it
-// ascends, or is all ties) fills the candidate buffer; then the k-th key is found by bisection on
-// its bits, which takes the same steps whatever the keys are, and only larger values pass from
-// there on. At the end, block 0 collects the candidates of its cluster, selects and sorts.
+// A thread loads 5 vectors of 16 bytes at once: a round, of 20,480 bf16 columns a block, taken from
+// all over its part of the row. The first round is cut into 128 groups by thread. The k-th largest
+// of the groups' maxima is a floor: k columns reach it, so no other is among the k largest. With
+// k 64 some 90 columns of a cluster's round do. Further rounds need no barrier: a vector whose
+// largest logit is below the floor only adds its exponentials, others also go to a list in shared
+// memory. When all are read, the maxima give the last floor, what reaches it goes to block 0, and
+// block 0 compares each with each.
+//
+// A row can beat the floor (it ascends, or is all ties) and overflow the list. Then the block reads
+// its part again with a barrier a tile, and cuts its candidates down to k by bisection on the bits
+// of the keys, which takes the same steps whatever the keys are.
 //
 // Keys hold value and column (tree/order.h), so they are distinct and every selection is exact.
 //
-// Reads the row once: 15 rows x 163,840 bf16 are 4.9 MB, 1.2 us at 4.3 TB/s. An exponential a
-// column is 20,480 a block at 16 a cycle and SM, 0.7 us. The rest is latency: 5 tiles of one
-// barrier, two cluster barriers, about 20 bisection steps.
+// Reads the row once: 15 rows x 163,840 bf16 are 4.9 MB, 1.2 us at 4.3 TB/s, and 480 rows 37 us. An
+// exponential a column at 16 a cycle and SM is 0.7 us with 8 blocks a row, and 21 us for 480 rows.
+// Measured on an H200: 12 us and 71 us. The first is latency: launch, load, two exchanges, and
+// about 1 us for each stretch of code that is not in a cache.
 #include "cuda/cluster.h"
 #include "cuda/logits.h"
 #include "tree/topk.h"
@@ -22,64 +26,102 @@ namespace kdtree::cuda {
 
 constexpr int kTopkThreads = 512;
 constexpr int kTopkWarps = kTopkThreads / 32;
-constexpr int kHandedOver = 512;  // candidates that a block gives to its cluster at most
-constexpr int kRanked = 128;      // few enough candidates to compare each with each
+constexpr int kTopkLoads = 5;  // vectors in flight, a thread
+constexpr int kGroups = 128;   // of columns, for the floor
+constexpr int kListed = 1024;  // vectors of which some column may be a candidate
+constexpr int kHandedOver =
+    1024;                     // candidates that the blocks of a cluster give to block 0 at most
+constexpr int kRanked = 256;  // few enough candidates to compare each with each
+static_assert(kGroups == kTopkWarps * kMaxCluster && kGroups >= tree::kMaxK);
+static_assert(kHandedOver / kMaxCluster >= tree::kMaxK);
 
 template <class T>
 struct TopkShape {
-  static constexpr int kTile = kTopkThreads * LogitRow<T>::kPerVector;
-  static constexpr int kCapacity = 2 * kTile;  // candidates: a full tile on top of what is kept
-  static_assert(kCapacity >= kMaxCluster * kHandedOver, "block 0 holds what all hand over");
+  static constexpr int kTile = kTopkThreads * LogitVector<T>::kSize;
+  static constexpr int kCapacity = kTile + kHandedOver;  // of the list
+};
+
+// e^(x - top) in one multiply-add and one power of two. The product with `top` is rounded, which
+// moves the log-sum-exp by no more than its last bit. Where top is too large for that, the sum is
+// below its last bit, and all finite terms count the same.
+struct ExpTerm {
+  float scale, bias;
+
+  __device__ __forceinline__ explicit ExpTerm(float top) {
+    const bool tame = fabsf(top) < 0x1p30f;
+    scale = tame ? 1.44269504f : 0x1p-126f;
+    bias = tame ? -1.44269504f * top : 0;
+  }
+  __device__ __forceinline__ float operator()(float x) const {
+    return exp2_near(fmaf(x, scale, bias));
+  }
 };
 
 // sum of e^(x - top) over the columns seen, for log-sum-exp. Of no use where top is infinite.
 struct ExpSum {
   float top, sum;
 
-  __device__ void raise(float other) {
-    if (!(other > top)) return;
-    if (sum != 0) sum *= __expf(top - other);
-    top = other;
+  __device__ __forceinline__ void raise(float other) {
+    if (other > top) sum *= ExpTerm(other)(top);
+    top = fmaxf(top, other);
   }
-  __device__ void add(ExpSum other) {
-    raise(other.top);
-    if (other.sum != 0) sum += other.sum * __expf(other.top - top);
+  template <class T>
+  __device__ __forceinline__ void add(const LogitVector<T> &logits, const ExpTerm &term) {
+    float part[LogitVector<T>::kSize];
+#pragma unroll
+    for (int i = 0; i < LogitVector<T>::kSize; ++i) part[i] = term(logits[i]);
+#pragma unroll
+    for (int width = LogitVector<T>::kSize / 2; width > 0; width /= 2)
+#pragma unroll
+      for (int i = 0; i < width; ++i) part[i] += part[i + width];
+    sum += part[0];
   }
   __device__ float log() const { return isinf(top) ? top : top + logf(sum); }
 };
 
-struct TopkShared {
-  uint64_t kept[tree::kMaxK];
-  alignas(16) uint32_t floor[2][kTopkWarps];  // alternating, so that one barrier a step is enough
-  alignas(16) int count[2][kTopkWarps];
-  uint64_t all[kTopkWarps], any[kTopkWarps];
-  ExpSum warp[kTopkWarps], block;
-  int num_candidates, num_kept;
+struct alignas(16) Handed {  // by a block to block 0
+  ExpSum exp_sum;
+  int candidates;
 };
 
-// The n-th largest of a value per lane; 0 when fewer lanes have one that is not 0.
-__device__ __forceinline__ uint32_t nth_largest(uint32_t value, int n) {
-  uint32_t largest = 0;
-  for (int i = 0; i < n; ++i) {
-    largest = __reduce_max_sync(0xffffffffu, value);
-    const uint32_t holders = __ballot_sync(0xffffffffu, value == largest);
-    if ((threadIdx.x & 31) == __ffs(holders) - 1) value = 0;
-  }
-  return largest;
+struct TopkShared {
+  uint64_t handed[kHandedOver];
+  uint64_t kept[tree::kMaxK];
+  alignas(16) uint32_t maxima[2][kGroups];
+  alignas(16) int count[2][kTopkWarps];  // alternating, so that one barrier a step is enough
+  uint64_t all[kTopkWarps], any[kTopkWarps];
+  ExpSum warp[kTopkWarps];
+  Handed block[kMaxCluster];
+  int listed[kListed];  // which vectors
+  int num_listed, num_candidates, num_kept;
+  float floor;
+  cluster::Inbox maxima_inbox[2], candidates_inbox;
+};
+
+__device__ __forceinline__ float warp_max(float value) {
+  return tree::key_value(__reduce_max_sync(0xffffffffu, tree::value_key(value)));
 }
 
 // Of the warp, in every lane.
 __device__ __forceinline__ ExpSum warp_total(ExpSum exp_sum) {
+  exp_sum.raise(warp_max(exp_sum.top));
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    ExpSum other;
-    other.top = __shfl_down_sync(0xffffffffu, exp_sum.top, distance);
-    other.sum = __shfl_down_sync(0xffffffffu, exp_sum.sum, distance);
-    exp_sum.add(other);
-  }
-  exp_sum.top = __shfl_sync(0xffffffffu, exp_sum.top, 0);
-  exp_sum.sum = __shfl_sync(0xffffffffu, exp_sum.sum, 0);
+  for (int distance = 16; distance > 0; distance /= 2)
+    exp_sum.sum += __shfl_xor_sync(0xffffffffu, exp_sum.sum, distance);
   return exp_sum;
+}
+
+// Puts the columns below `until` that reach the floor on the list of candidates, as far as there is
+// room.
+template <class T>
+__device__ __noinline__ void collect(LogitVector<T> logits, uint32_t first, uint32_t until,
+                                     float floor, uint64_t *keys, int *num_candidates) {
+#pragma unroll
+  for (int i = 0; i < LogitVector<T>::kSize; ++i) {
+    if (!(logits[i] >= floor && first + i < until)) continue;
+    const int at = atomicAdd(num_candidates, 1);
+    if (at < TopkShape<T>::kCapacity) keys[at] = tree::topk_key(logits[i], first + i);
+  }
 }
 
 __device__ __forceinline__ uint64_t warp_and(uint64_t value) {
@@ -89,7 +131,7 @@ __device__ __forceinline__ uint64_t warp_and(uint64_t value) {
 
 // Cuts `n` > k distinct keys, written before the last barrier, down to the k largest, in no order.
 // Returns a bound that only these k reach: the k-th key, or less.
-__device__ uint64_t keep_largest(uint64_t *keys, int n, int k, TopkShared &s) {
+__device__ __noinline__ uint64_t keep_largest(uint64_t *keys, int n, int k, TopkShared &s) {
   const int thread = threadIdx.x, warp = thread / 32;
   // Bits in which no two keys differ need no step.
   uint64_t all = ~uint64_t(0), any = 0;
@@ -136,137 +178,203 @@ __device__ uint64_t keep_largest(uint64_t *keys, int n, int k, TopkShared &s) {
   return bound;
 }
 
+// The candidates of a part that has too many at the floor for the list.
 template <class T>
-__global__ void __launch_bounds__(kTopkThreads)
+__device__ __noinline__ void collect_again(const LogitPart<T> &part, float floor, int k,
+                                           uint64_t *keys, TopkShared &s) {
+  using Shape = TopkShape<T>;
+  __syncthreads();
+  if (threadIdx.x == 0) s.num_candidates = 0;
+  for (int tile = part.begin; tile < part.end; tile += kTopkThreads) {
+    const int vector = tile + threadIdx.x;
+    auto logits = part.load(vector);
+    logits.nan_to_minus_infinity();
+    __syncthreads();
+    collect<T>(logits, part.first_column(vector), part.until, floor, keys, &s.num_candidates);
+    __syncthreads();
+    if (s.num_candidates > Shape::kCapacity - Shape::kTile) {
+      // Later columns with the k-th value come after the ones that are kept.
+      const uint64_t bound = keep_largest(keys, s.num_candidates, k, s);
+      floor = tree::key_value(static_cast<uint32_t>(bound >> 32) + 1);
+    }
+  }
+}
+
+// A group is the columns of 4 threads a block: 128 in a cluster of any size. Sends their maxima to
+// every block. Its number in the low bits makes a group's maximum unique, at the cost of a floor
+// that is 2^-16 lower. Returns the warp's maximum.
+__device__ __forceinline__ float send_maxima(float top, int turn, int block, int blocks,
+                                             TopkShared &s) {
+  const int lane = threadIdx.x % 32, lanes = 4 * blocks;  // of a group
+  int distance = 1;
+  for (; distance < lanes; distance *= 2)
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+  const int group = (block * kTopkThreads + threadIdx.x) / lanes;
+  if (lane % lanes < blocks) {
+    const uint32_t key = (tree::value_key(top) & ~uint32_t(kGroups - 1)) | group;
+    s.maxima_inbox[turn].send(key, &s.maxima[turn][group], lane % lanes);
+  }
+  for (; distance < 32; distance *= 2)
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+  return top;
+}
+
+// The k-th largest maximum. Four threads a group count the groups above it.
+__device__ __forceinline__ float find_floor(int k, int turn, TopkShared &s) {
+  const int group = threadIdx.x / 4, quarter = threadIdx.x % 4;
+  s.maxima_inbox[turn].wait(0);
+  int above = 0;
+  const uint32_t maximum = s.maxima[turn][group];
+#pragma unroll
+  for (int i = 0; i < kGroups / 16; ++i) {
+    const uint4 other = reinterpret_cast<const uint4 *>(s.maxima[turn])[i * 4 + quarter];
+    above += (other.x > maximum) + (other.y > maximum) + (other.z > maximum) + (other.w > maximum);
+  }
+  above += __shfl_xor_sync(0xffffffffu, above, 1);
+  above += __shfl_xor_sync(0xffffffffu, above, 2);
+  if (above == k - 1 && quarter == 0)
+    s.floor = tree::key_value(max(maximum & ~uint32_t(kGroups - 1), tree::value_key(-INFINITY)));
+  __syncthreads();
+  return s.floor;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kTopkThreads, 2)
     draft_topk_kernel(const __grid_constant__ kdtree_draft_topk_params p) {
   extern __shared__ __align__(16) unsigned char dynamic[];
   __shared__ TopkShared s;
-  uint64_t *keys = reinterpret_cast<uint64_t *>(dynamic);
-  constexpr int kPerVector = LogitRow<T>::kPerVector;
+  auto *list = reinterpret_cast<LogitVector<T> *>(dynamic);
+  auto *keys = reinterpret_cast<uint64_t *>(list + kListed);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int blocks = cluster::size(), block = cluster::rank();
+  if (thread == 0) {
+    s.num_listed = s.num_candidates = 0;
+    for (auto &inbox : s.maxima_inbox) {
+      inbox.open(1);
+      inbox.announce(sizeof s.maxima[0]);
+    }
+    s.candidates_inbox.open(blocks);
+  }
+  cluster::arrive();
   const int64_t row_number = blockIdx.x / blocks;
-  const LogitRow<T> row(
+  const LogitPart<T> part(
       static_cast<const T *>(p.logits) +
           tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, row_number),
-      tree::real_columns(p.vocab, p.vocab_start, p.vocab_size));
-  const int share = (row.num_vectors() + blocks - 1) / blocks;
-  const int begin = block * share, end = min(begin + share, row.num_vectors());
+      tree::real_columns(p.vocab, p.vocab_start, p.vocab_size), block, blocks);
 
-  ExpSum exp_sum = {-INFINITY, 0};
-  uint32_t most = 0;   // the thread's largest value so far, as a key; 0: none yet
-  uint32_t floor = 0;  // values below it are not among the k largest
-  int filled = 0;      // of the buffer, as far as this thread knows
-  if (thread == 0) s.num_candidates = 0;
-  __syncthreads();
-
-  typename LogitRow<T>::Vector next;
-  if (begin + thread < end) next = row.load(begin + thread);
-  int step = 0;
-  for (int tile = begin; tile < end; tile += kTopkThreads, ++step) {
-    const int vector = tile + thread;
-    const bool mine = vector < end;
-    const auto current = next;
-    if (vector + kTopkThreads < end) next = row.load(vector + kTopkThreads);
-
-    float x[kPerVector], top = -INFINITY;
-    uint32_t top_key = 0;
-    if (mine) {
+  // A round takes tiles from all over the part, so that the first one is a fair sample.
+  const int rounds =
+      max(1, (part.share + kTopkLoads * kTopkThreads - 1) / (kTopkLoads * kTopkThreads));
+  const int stride = rounds * kTopkThreads;
+  int at = part.begin + thread;
+  LogitVector<T> logits[kTopkLoads];
 #pragma unroll
-      for (int i = 0; i < kPerVector; ++i) {
-        x[i] = fmaxf(to_float(current.value[i]), -INFINITY);  // NaN to -inf
-        top = fmaxf(top, x[i]);
+  for (int i = 0; i < kTopkLoads; ++i) logits[i] = part.load(at + i * stride);
+  float most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kTopkLoads; ++i) {
+    logits[i].nan_to_minus_infinity();
+    most = fmaxf(most, logits[i].max());
+  }
+  cluster::wait();
+  ExpSum exp_sum = {send_maxima(most, 0, block, blocks, s), 0};
+  ExpTerm term(exp_sum.top);
+#pragma unroll
+  for (int i = 0; i < kTopkLoads; ++i) exp_sum.add(logits[i], term);
+  float floor = find_floor(p.k, 0, s);
+  exp_sum.raise(floor);  // from here on, what is above top is above the floor too
+  term = ExpTerm(exp_sum.top);
+
+  const auto list_vector = [&](const LogitVector<T> &logits, int vector) {
+    const int place = atomicAdd(&s.num_listed, 1);
+    if (place >= kListed) return;
+    list[place] = logits;
+    s.listed[place] = vector;
+  };
+#pragma unroll
+  for (int i = 0; i < kTopkLoads; ++i) {
+    if (most >= floor && logits[i].max() >= floor) list_vector(logits[i], at + i * stride);
+    if (rounds > 1) logits[i] = part.load(at + kTopkThreads + i * stride);
+  }
+  for (int round = 1; round < rounds; ++round) {
+    at += kTopkThreads;
+#pragma unroll
+    for (int i = 0; i < kTopkLoads; ++i) {
+      logits[i].nan_to_minus_infinity();
+      const float top = logits[i].max();
+      most = fmaxf(most, top);
+      if (top >= floor) {
+        list_vector(logits[i], at + i * stride);
+        exp_sum.raise(top);
+        term = ExpTerm(exp_sum.top);
       }
-      exp_sum.raise(top);
-      if (!isinf(exp_sum.top)) {
-#pragma unroll
-        for (int i = 0; i < kPerVector; ++i) exp_sum.sum += __expf(x[i] - exp_sum.top);
-      }
-      top_key = tree::value_key(top);
-      most = max(most, top_key);
-    }
-
-    const uint32_t nth = nth_largest(most, (p.k + kTopkWarps - 1) / kTopkWarps);
-    if (lane == 0) s.floor[step & 1][warp] = nth;
-    const bool full = __syncthreads_or(filled > TopkShape<T>::kCapacity - TopkShape<T>::kTile);
-    uint32_t least = s.floor[step & 1][0];
-#pragma unroll
-    for (int i = 1; i < kTopkWarps; ++i) least = min(least, s.floor[step & 1][i]);
-    floor = max(floor, least);
-    if (full) {
-      // Later columns with the k-th value come after the ones that are kept.
-      const uint64_t bound = keep_largest(keys, s.num_candidates, p.k, s);
-      floor = max(floor, static_cast<uint32_t>(bound >> 32) + 1);
-      filled = p.k;
-    }
-
-    if (mine && top_key >= floor) {
-      const int64_t first = row.first(vector);
-      int passing = 0;
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i)
-        passing += first + i >= 0 && first + i < row.columns && tree::value_key(x[i]) >= floor;
-      int at = atomicAdd(&s.num_candidates, passing);
-      filled = at + passing;
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i)
-        if (first + i >= 0 && first + i < row.columns && tree::value_key(x[i]) >= floor)
-          keys[at++] = tree::topk_key(x[i], static_cast<uint32_t>(first + i));
+      exp_sum.add(logits[i], term);
+      if (round + 1 < rounds) logits[i] = part.load(at + kTopkThreads + i * stride);
     }
   }
 
   exp_sum = warp_total(exp_sum);
   if (lane == 0) s.warp[warp] = exp_sum;
+  if (rounds > 1) {
+    send_maxima(most, 1, block, blocks, s);
+    floor = find_floor(p.k, 1, s);
+  } else {
+    __syncthreads();
+  }
+  for (int i = thread; i < min(s.num_listed, kListed); i += kTopkThreads)
+    collect<T>(list[i], part.first_column(s.listed[i]), part.until, floor, keys, &s.num_candidates);
   __syncthreads();
+  if (s.num_listed > kListed || s.num_candidates > TopkShape<T>::kCapacity)
+    collect_again(part, floor, p.k, keys, s);
+  const int most_handed = kHandedOver / blocks;
+  if (s.num_candidates > most_handed) keep_largest(keys, s.num_candidates, p.k, s);
+  const int candidates = s.num_candidates;
+  for (int i = thread; i < candidates; i += kTopkThreads)
+    s.candidates_inbox.send(keys[i], &s.handed[block * most_handed + i], 0);
   if (warp == 0) {
     exp_sum = warp_total(lane < kTopkWarps ? s.warp[lane] : ExpSum{-INFINITY, 0});
-    if (lane == 0) s.block = exp_sum;
+    if (lane == 0) {
+      s.candidates_inbox.announce(candidates * sizeof(uint64_t) + sizeof(Handed), 0);
+      s.candidates_inbox.send(Handed{exp_sum, candidates}, &s.block[block], 0);
+    }
   }
-  if (blocks > 1 && s.num_candidates > kHandedOver) keep_largest(keys, s.num_candidates, p.k, s);
-  cluster::sync();
+  if (block != 0) return;
+  s.candidates_inbox.wait(0);
 
-  if (block == 0) {
-    // Each lane asks one block of the cluster, each warp fetches the candidates of one.
-    ExpSum part = {-INFINITY, 0};
-    int candidates = 0;
-    if (lane < blocks) {
-      part = *cluster::peer(&s.block, lane);
-      candidates = *cluster::peer(&s.num_candidates, lane);
-    }
-    const float lse = warp_total(part).log();
-    const int other = warp % blocks;
-    const int count = __shfl_sync(0xffffffffu, candidates, other);
-    const int offset = __reduce_add_sync(0xffffffffu, lane < other ? candidates : 0);
-    int n = __reduce_add_sync(0xffffffffu, candidates);
-    if (other > 0) {
-      const uint64_t *theirs = cluster::peer(keys, other);
-      for (int i = thread / (32 * blocks) * 32 + lane; i < count; i += kTopkThreads / blocks)
-        keys[offset + i] = theirs[i];
-    }
-    if (thread == 0) p.lse[row_number] = lse;
-    __syncthreads();
-    if (n > kRanked) {
-      keep_largest(keys, n, p.k, s);
-      n = p.k;
-    }
-    for (int i = thread; i < max(n, p.k); i += kTopkThreads) {
-      int rank = i;
-      float value = -INFINITY;
-      int64_t id = -1;
-      if (i < n) {
-        rank = 0;
-        for (int other = 0; other < n; ++other) rank += keys[other] > keys[i];
-        value = tree::key_value(static_cast<uint32_t>(keys[i] >> 32));
-        if (p.normalize) value = tree::log_prob(value, lse);
-        id = p.vocab_start + tree::key_column(keys[i]);
-      }
-      if (rank < p.k) {
-        p.logprobs[row_number * p.k + rank] = value;
-        p.ids[row_number * p.k + rank] = id;
-      }
-    }
+  // Each warp moves what one block handed over.
+  const int from = warp % blocks, handed = lane < blocks ? s.block[lane].candidates : 0;
+  const float lse = warp_total(lane < blocks ? s.block[lane].exp_sum : ExpSum{-INFINITY, 0}).log();
+  const int offset = __reduce_add_sync(0xffffffffu, lane < from ? handed : 0);
+  int n = __reduce_add_sync(0xffffffffu, handed);
+  for (int i = thread / (32 * blocks) * 32 + lane; i < s.block[from].candidates;
+       i += kTopkThreads / blocks)
+    keys[offset + i] = s.handed[from * most_handed + i];
+  if (thread == 0) p.lse[row_number] = lse;
+  __syncthreads();
+  if (n > kRanked) {
+    keep_largest(keys, n, p.k, s);
+    n = p.k;
   }
-  if (blocks > 1) cluster::sync();  // the others stay until block 0 has read their candidates
+  // Four threads a candidate count the ones above it; places that nobody takes are empty.
+  for (int first = 0; first < max(n, p.k); first += kTopkThreads / 4) {
+    const int i = first + thread / 4;
+    const uint64_t key = i < n ? keys[i] : 0;
+    int rank = 0;
+    for (int other = thread % 4; other < n; other += 4) rank += keys[other] > key;
+    rank += __shfl_xor_sync(0xffffffffu, rank, 1);
+    rank += __shfl_xor_sync(0xffffffffu, rank, 2);
+    if (i >= n) rank = i;
+    if (rank >= p.k || thread % 4 != 0) continue;
+    float value = -INFINITY;
+    int64_t id = -1;
+    if (i < n) {
+      value = tree::key_value(static_cast<uint32_t>(key >> 32));
+      if (p.normalize) value = tree::log_prob(value, lse);
+      id = p.vocab_start + tree::key_column(key);
+    }
+    p.logprobs[row_number * p.k + rank] = value;
+    p.ids[row_number * p.k + rank] = id;
+  }
 }
 
 void draft_topk(const kdtree_draft_topk_params &p, Stream stream) {
@@ -274,10 +382,11 @@ void draft_topk(const kdtree_draft_topk_params &p, Stream stream) {
   with_logits_type(p.logits_dtype, [&](auto element) {
     using T = decltype(element);
     const auto kernel = draft_topk_kernel<T>;
-    const size_t smem = TopkShape<T>::kCapacity * sizeof(uint64_t);
+    const size_t smem =
+        kListed * sizeof(LogitVector<T>) + TopkShape<T>::kCapacity * sizeof(uint64_t);
     allow_smem(kernel, smem);
     launch_clusters("draft_topk", kernel, rows,
-                    choose_cluster(kernel, rows, ceil_div(p.vocab, TopkShape<T>::kTile)),
+                    choose_cluster(kernel, rows, ceil_div(p.vocab, TopkShape<T>::kTile), 2),
                     kTopkThreads, smem, stream, p);
   });
 }

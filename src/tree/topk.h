@@ -24,6 +24,9 @@ KDTREE_HD int64_t lead_rows(int ndim, const int64_t *dims) {
 // Where row `row` of [lead...] starts, in elements.
 KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *strides, int64_t row) {
   int64_t offset = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
   for (int d = ndim - 1; d > 0; --d) {
     offset += row % dims[d] * strides[d];
     row /= dims[d];

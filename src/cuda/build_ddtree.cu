@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(kBuildThreads)
   extern __shared__ tree::BuildScratch scratch[];  // one base address for both
   auto *table = reinterpret_cast<double *>(scratch + 1);
   const int64_t b = blockIdx.x;
-  const int64_t root = tree::load_id(p.root_tokens, p.root_tokens_dtype, b);
-  const int64_t prefix = p.prefix_lens[b];
+  const tree::IdWords root_words(p.root_tokens, p.root_tokens_dtype, b);
+  const int32_t prefix = p.prefix_lens[b];
   tree::BlockGroup<kBuildThreads> block;
   tree::stage_build(block, p, b, table);
   block.sync();
+  const int64_t root = root_words.value();  // not before: the log-probs were to be on their way
   // The same for all lanes, and known to be: no collective has to gather a warp first.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (root >= 0 && warp == 0) {

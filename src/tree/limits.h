@@ -27,16 +27,32 @@ KDTREE_HD int clamp_nodes(int32_t num_nodes, int64_t qlen) {
   return num_nodes < 0 ? 0 : num_nodes > qlen ? static_cast<int>(qlen) : num_nodes;
 }
 
+#if defined(__CUDACC__)
+// Element i of an i32 or i64 array as it lies in memory: two loads without a branch, that go out
+// together with others and are waited for where value() is.
+struct IdWords {
+  bool wide;
+  int32_t low, high;
+  __device__ __forceinline__ IdWords(const void *ids, int32_t dtype, int64_t i)
+      : wide(dtype == KDTREE_I64) {
+    const int32_t *word = static_cast<const int32_t *>(ids) + (wide ? 2 * i : i);
+    low = word[0];
+    high = word[wide];
+  }
+  __device__ __forceinline__ int64_t value() const {
+    const int32_t top = wide ? high : low >> 31;
+    return static_cast<int64_t>(static_cast<uint64_t>(top) << 32 | static_cast<uint32_t>(low));
+  }
+};
+#endif
+
 // Element i of an i32 or i64 array.
 KDTREE_HD int64_t load_id(const void *ids, int32_t dtype, int64_t i) {
-  const bool wide = dtype == KDTREE_I64;
-#if defined(__CUDA_ARCH__)  // without a branch, so that several loads go out together
-  const auto *word = static_cast<const int32_t *>(ids) + (wide ? 2 * i : i);
-  const int32_t low = word[0], second = word[wide];
-  const int32_t high = wide ? second : low >> 31;
-  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
+#if defined(__CUDA_ARCH__)
+  return IdWords(ids, dtype, i).value();
 #else
-  return wide ? static_cast<const int64_t *>(ids)[i] : static_cast<const int32_t *>(ids)[i];
+  return dtype == KDTREE_I64 ? static_cast<const int64_t *>(ids)[i]
+                             : static_cast<const int32_t *>(ids)[i];
 #endif
 }
 

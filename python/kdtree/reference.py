@@ -140,11 +140,13 @@ def build_ddtree(
 
 
 def _alive(row: list[float]) -> list[float]:
-    """Candidates up to the first -inf or NaN."""
+    """Candidates up to the first -inf or NaN. +inf counts as finite, beyond any float: an infinite
+    score would make NaN of its siblings."""
     for r, logprob in enumerate(row):
         if math.isnan(logprob) or logprob == -math.inf:
-            return row[:r]
-    return row
+            row = row[:r]
+            break
+    return [min(logprob, 1e300) for logprob in row]
 
 
 def _best_first(

@@ -178,10 +178,21 @@ __device__ __noinline__ uint64_t keep_largest(uint64_t *keys, int n, int k, Topk
   return bound;
 }
 
+// What this block reads of its cluster's row.
+template <class T>
+__device__ __forceinline__ LogitPart<T> part_of_row(const kdtree_draft_topk_params &p) {
+  const int blocks = cluster::size();
+  return {
+      static_cast<const T *>(p.logits) +
+          tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, blockIdx.x / blocks),
+      tree::real_columns(p.vocab, p.vocab_start, p.vocab_size), static_cast<int>(cluster::rank()),
+      blocks};
+}
+
 // The candidates of a part that has too many at the floor for the list.
 template <class T>
-__device__ __noinline__ void collect_again(const LogitPart<T> &part, float floor, int k,
-                                           uint64_t *keys, TopkShared &s) {
+__device__ __noinline__ void collect_again(LogitPart<T> part, float floor, int k, uint64_t *keys,
+                                           TopkShared &s) {
   using Shape = TopkShape<T>;
   __syncthreads();
   if (threadIdx.x == 0) s.num_candidates = 0;
@@ -239,7 +250,7 @@ __device__ __forceinline__ float find_floor(int k, int turn, TopkShared &s) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kTopkThreads, 2)
+__global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
     draft_topk_kernel(const __grid_constant__ kdtree_draft_topk_params p) {
   extern __shared__ __align__(16) unsigned char dynamic[];
   __shared__ TopkShared s;
@@ -256,11 +267,7 @@ __global__ void __launch_bounds__(kTopkThreads, 2)
     s.candidates_inbox.open(blocks);
   }
   cluster::arrive();
-  const int64_t row_number = blockIdx.x / blocks;
-  const LogitPart<T> part(
-      static_cast<const T *>(p.logits) +
-          tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, row_number),
-      tree::real_columns(p.vocab, p.vocab_start, p.vocab_size), block, blocks);
+  const auto part = part_of_row<T>(p);
 
   // A round takes tiles from all over the part, so that the first one is a fair sample.
   const int rounds =
@@ -325,7 +332,7 @@ __global__ void __launch_bounds__(kTopkThreads, 2)
     collect<T>(list[i], part.first_column(s.listed[i]), part.until, floor, keys, &s.num_candidates);
   __syncthreads();
   if (s.num_listed > kListed || s.num_candidates > TopkShape<T>::kCapacity)
-    collect_again(part, floor, p.k, keys, s);
+    collect_again<T>(part, floor, p.k, keys, s);
   const int most_handed = kHandedOver / blocks;
   if (s.num_candidates > most_handed) keep_largest(keys, s.num_candidates, p.k, s);
   const int candidates = s.num_candidates;
@@ -339,6 +346,7 @@ __global__ void __launch_bounds__(kTopkThreads, 2)
     }
   }
   if (block != 0) return;
+  const int64_t row_number = blockIdx.x / blocks;
   s.candidates_inbox.wait(0);
 
   // Each warp moves what one block handed over.

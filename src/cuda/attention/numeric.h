@@ -40,7 +40,7 @@ template <class T>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>)
     return __half22float2(reinterpret_cast<const __half2 &>(pair));
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(pair));
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 
 // Two e4m3 values as a pair of T; exact for both.

@@ -36,6 +36,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// A barrier of `threads` threads; 0 is that of the whole block.
+__device__ __forceinline__ void sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lanes 8i..8i+7 give the rows of matrix i. Lane 4g + t gets
 // elements 2t, 2t+1 of row g; transposed: elements 2t, 2t+1 of column g.
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {

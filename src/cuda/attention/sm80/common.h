@@ -1,0 +1,191 @@
+// What the two kernels of the portable path share: a block's work, where its keys lie, q as
+// operands, and what is written at the end.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/numeric.h"
+#include "cuda/attention/sm80/mma.h"
+#include "cuda/launch.h"
+
+namespace kdtree::cuda::sm80 {
+
+using attention::kDim;
+using attention::KeyRange;
+using attention::kLatent;
+using attention::pack;
+using attention::Params;
+using attention::Request;
+using attention::unpack;
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kKeys = 32;          // of a step
+constexpr int kFeatureGroups = 4;  // warps that share the features of a score
+constexpr int kFeatureSteps = kDim / 16 / kFeatureGroups;  // of 16 features, for each of them
+// A maximum that grows by less than this (in log2) leaves the old one in use: probabilities stay
+// below 2^8, and the output is seldom rescaled.
+constexpr float kSlack = 8;
+
+// Attention for at most 16 rows a request.
+void few_rows_attention(const Params &params, Stream stream);
+
+// What a block works on: rows first_row.. of a request, and one split of its keys.
+struct Block {
+  Request request;
+  KeyRange keys;
+  int first_row, rows, split, steps;
+};
+
+__device__ __forceinline__ Block read_block(const Params &a, int tile_rows) {
+  Block block;
+  block.first_row = blockIdx.x % a.tiles * tile_rows;
+  block.rows = min(tile_rows, a.rows - block.first_row);
+  block.split = blockIdx.x / a.tiles % a.splits;
+  block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
+  block.keys = attention::split_keys(a, block.request.length, block.split);
+  block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
+  return block;
+}
+
+__device__ __forceinline__ float read_kv_scale(const Params &a) {
+  return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
+}
+
+// Of scores, for exponentials in base 2.
+__device__ __forceinline__ float score_scale(const Params &a) {
+  return a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+}
+
+// What each row of the tile sees, to `nodes`; what any does is returned. By one warp.
+__device__ __forceinline__ uint64_t read_nodes(const Params &a, const Block &block, int tile_rows,
+                                               uint64_t *nodes) {
+  uint64_t all = 0;
+  for (int i = threadIdx.x % 32; i < tile_rows; i += 32) {
+    nodes[i] = 0;
+    if (i < block.rows)
+      nodes[i] = attention::seen_nodes(a.p, block.request,
+                                       (block.first_row + i) / static_cast<int>(a.p.heads));
+    all |= nodes[i];
+  }
+  for (int step = 16; step > 0; step /= 2) all |= __shfl_xor_sync(~0u, all, step);
+  return all;
+}
+
+// Has a position's table entry brought to `to`, or -1: no row of the tile sees the key, or the
+// table does not have it.
+__device__ __forceinline__ void copy_entry(const Params &a, const Block &block, uint64_t tile_nodes,
+                                           int position, int64_t *to) {
+  const void *from = nullptr;
+  if (position < block.keys.end && attention::sees(tile_nodes, position - block.request.prefix))
+    from = attention::entry_of(a, block.request, position);
+  if (from == nullptr)
+    *to = -1;
+  else if (a.entry_bytes == 4)
+    copy_async<4>(shared_address(to), from);
+  else
+    copy_async<8>(shared_address(to), from);
+}
+
+// Where the key of that entry lies; nullptr: nowhere that may be read.
+template <bool Fp8>
+__device__ __forceinline__ const char *find_key(const Params &a, int position,
+                                                const int64_t *entry) {
+  const int64_t page = a.entry_bytes == 4 ? *reinterpret_cast<const int32_t *>(entry) : *entry;
+  if (page < 0 || page >= a.p.num_pages) return nullptr;
+  const int64_t in_page = position & (static_cast<int>(a.p.page_size) - 1);
+  const int64_t row = page * a.p.kv_stride_page + in_page * a.p.kv_stride_row;
+  return static_cast<const char *>(a.p.kv_cache) + row * (Fp8 ? 1 : 2);
+}
+
+// Rows first + 8 (i ^ turn) + g of the tile, for each 8-row band i, as operands: features
+// 16 (f + 4 j) .. + 15 of feature group f for each j. The last j is the rope part.
+template <class T, int Tiles>
+__device__ __forceinline__ void load_q(const Params &a, const Block &block, int first, int turn,
+                                       int feature_group, uint32_t (&q)[kFeatureSteps][Tiles][4]) {
+  const kdtree_verify_attn_params &p = a.p;
+  const int lane = threadIdx.x % 32;
+  const int heads = static_cast<int>(p.heads);
+  const int feature = feature_group * 16 + lane % 4 * 2;
+#pragma unroll
+  for (int band = 0; band < 2 * Tiles; ++band) {
+    const int i = first + (band ^ turn) * 8 + lane / 4;
+    const int64_t b = block.request.b;
+    const int slot = (block.first_row + i) / heads, head = (block.first_row + i) % heads;
+    const T *latent = static_cast<const T *>(p.q) + b * p.q_stride_b + slot * p.q_stride_q +
+                      head * p.q_stride_h + feature;
+    const T *rope = latent + kLatent;
+    if (p.q_rope != nullptr)
+      rope = static_cast<const T *>(p.q_rope) + b * p.q_rope_stride_b + slot * p.q_rope_stride_q +
+             head * p.q_rope_stride_h + feature;
+#pragma unroll
+    for (int j = 0; j < kFeatureSteps; ++j) {
+      const T *from = j < kFeatureSteps - 1 ? latent + j * 64 : rope;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        q[j][band / 2][band % 2 + k * 2] =
+            i < block.rows ? *reinterpret_cast<const uint32_t *>(from + k * 8) : 0;
+    }
+  }
+}
+
+// Of the block's partial results: the first row.
+__device__ __forceinline__ int64_t first_partial(const Params &a, const Block &block) {
+  return (block.request.b * a.splits + block.split) * a.rows + block.first_row;
+}
+
+// The results of an empty split, or of a padding request.
+template <class T>
+__device__ void write_nothing(const Params &a, const Block &block) {
+  const int64_t row = block.request.b * a.rows + block.first_row;
+  for (int i = threadIdx.x; i < block.rows; i += kThreads) {
+    if (a.splits > 1)
+      a.partial_lse[first_partial(a, block) + i] = -INFINITY;
+    else if (a.p.lse != nullptr)
+      a.p.lse[row + i] = -INFINITY;
+  }
+  if (a.splits > 1) return;
+  uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
+  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
+}
+
+// A row's lse, from its maximum and the sum of its probabilities.
+__device__ __forceinline__ void write_lse(const Params &a, const Block &block, int row, float top,
+                                          float sum) {
+  if (a.splits > 1)
+    a.partial_lse[first_partial(a, block) + row] = top + log2f(sum);
+  else if (a.p.lse != nullptr)
+    a.p.lse[block.request.b * a.rows + block.first_row + row] = attention::natural_log(top, sum);
+}
+
+// Rows first.. of the tile and columns from `column` on, divided by the rows' sums; partial results
+// when there are splits.
+template <class T, int Tiles, int Columns>
+__device__ __forceinline__ void write_output(const Params &a, const Block &block, int first,
+                                             int column, const float *sums,
+                                             const float (&out)[Tiles][Columns / 8][4]) {
+  const int lane = threadIdx.x % 32;
+  const int64_t first_row = block.request.b * a.rows + block.first_row + first;
+  const float kv_scale = read_kv_scale(a);
+  column += lane % 4 * 2;
+#pragma unroll
+  for (int band = 0; band < 2 * Tiles; ++band) {
+    const int i = band * 8 + lane / 4;
+    if (first + i >= block.rows) continue;
+    const float norm = sums[i] > 0 ? kv_scale / sums[i] : 0;
+    float *partial = a.partial_out + (first_partial(a, block) + first + i) * kLatent + column;
+    T *result = static_cast<T *>(a.p.out) + (first_row + i) * kLatent + column;
+#pragma unroll
+    for (int n = 0; n < Columns / 8; ++n) {
+      const float low = out[band / 2][n][band % 2 * 2] * norm;
+      const float high = out[band / 2][n][band % 2 * 2 + 1] * norm;
+      if (a.splits > 1)
+        *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
+      else
+        *reinterpret_cast<uint32_t *>(result + n * 8) = pack<T>(low, high);
+    }
+  }
+}
+
+}  // namespace kdtree::cuda::sm80

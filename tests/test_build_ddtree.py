@@ -97,6 +97,16 @@ def test_dead_candidates(backend):
     assert np.isfinite(tree.scores[np.arange(21) < tree.num_nodes[:, None]]).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"chain_seed": True}])
+def test_infinite_candidates(backend, rng, options):
+    logprobs, ids, roots, prefix = case(rng, 40, 4, 5, ties=False)
+    logprobs[:, :, 0][rng.random((40, 4)) < 0.4] = np.inf
+    logprobs[:, 1, :3] = np.inf
+    cost = np.linspace(0.1, 1, 13).astype(np.float32)
+    for stop in ({}, {"node_cost": cost, "base_cost": 1.0}):
+        check(backend, logprobs, ids, roots, prefix, budget=12, **options, **stop)
+
+
 def test_padding_requests(backend, rng):
     logprobs, ids, roots, prefix = case(rng, 5, 4, 4)
     roots[[0, 3]] = [-1, -(2**40)]

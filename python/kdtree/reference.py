@@ -132,7 +132,7 @@ def build_ddtree(
             slot_of[ranks] = slot
             tokens[b, slot] = ids[b, len(ranks) - 1, ranks[-1]]
             parents[b, slot] = slot_of[ranks[:-1]]
-            scores[b, slot] = score
+            scores[b, slot] = score if score < 1e300 else math.inf
         num_nodes[b] = len(slot_of)
     tree = tree_links(parents, num_nodes, prefix_lens=prefix_lens, draft_tokens=tokens)
     tree.scores = scores
@@ -185,7 +185,7 @@ def _best_first(
             push_child(ranks, -negated)  # the only node on the heap, so the chain goes on with it
         for ranks, score in chain:
             push_sibling(ranks, score)
-    gain = 1.0 + _sum(math.exp(score) for _, score in taken)
+    gain = 1.0 + _sum(_exp(score) for _, score in taken)
     while heap and len(taken) < budget:
         negated, ranks = heapq.heappop(heap)
         score = -negated
@@ -194,7 +194,7 @@ def _best_first(
             node_cost, base_cost = stop
             n = len(taken)
             now = _ratio(gain, base_cost + node_cost[n])
-            gain += math.exp(score)
+            gain += _exp(score)
             if not _ratio(gain, base_cost + node_cost[n + 1]) > now:
                 break
         taken.append((ranks, score))
@@ -208,6 +208,10 @@ def _sum(terms: Iterable[float]) -> float:
     for term in terms:  # in order: sum() compensates rounding from Python 3.12 on
         total += term
     return total
+
+
+def _exp(score: float) -> float:
+    return math.exp(score) if score < 700 else math.inf
 
 
 def _ratio(value: float, cost: float) -> float:

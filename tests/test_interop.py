@@ -95,9 +95,64 @@ def test_masks_that_do_not_fit_are_refused(on):
         interop.read_mask(mask[:9].to(torch.uint8), "bits", 9)
     with pytest.raises(TypeError, match="mask: expected dtype int32"):
         interop.read_mask(mask, "packed32", 5)
+    with pytest.raises(TypeError, match="mask: expected dtype bool or uint8"):
+        interop.read_mask(mask[:9].int(), "qlen", 3)
+    for qlen in (0, 66):
+        with pytest.raises(ValueError, match=rf"qlen: expected 1\.\.65, got {qlen}"):
+            interop.read_mask(mask, "qlen", qlen)
+    with pytest.raises(ValueError, match="mask: expected -1 x 9 elements"):
+        interop.read_mask(mask, "qlen", 3, batch=-1)
+    two = torch.zeros(2, dtype=torch.int32, device=on.device())
+    with pytest.raises(ValueError, match=r"prefix_lens: expected shape \[3\], got \[2\]"):
+        interop.read_mask(mask, "full", 2, batch=3, prefix_lens=two)
+    with pytest.raises(ValueError, match="mask: expected at least 2 x 3 x 3 elements"):
+        interop.read_mask(mask, "full", 3, prefix_lens=two)
+    for refused in (torch.zeros(1, 66, 66), torch.zeros(2, 4, 5), torch.zeros(4, 4)):
+        for call in (interop.visibility_of, interop.parents_of, interop.tree_of):
+            with pytest.raises(ValueError, match=r"mask: expected shape \[B, Q, Q\]"):
+                call(refused.bool())
+            with pytest.raises(TypeError, match="mask: expected dtype bool"):
+                call(refused)
+    square = torch.ones(1, 4, 4, dtype=torch.bool, device=on.device())
+    for out in (torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 5, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"out: expected int64 \[1, 4\]"):
+            interop.visibility_of(square, out.to(on.device()))
+    with pytest.raises(ValueError, match=r"num_nodes: expected shape \[1\], got \[2\]"):
+        interop.parents_of(square, two)
     wide = kdtree.Tree(visibility=torch.zeros(1, 33, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"tree: expected Q of 1\.\.32"):
         interop.sglang_mask(wide)
+
+
+def test_what_a_full_mask_lacks_is_false(on, rng):
+    """Its length against prefix_lens is the device's knowledge: no read outside, no invention."""
+    prefix, tree = whole_trees(rng, 3, 5)
+    full = reference.expand_mask(tree, "full", prefix_lens=prefix)
+    want = reference.expand_mask(tree, "qlen")
+    wide = prefix + 5
+    start = 5 * (np.cumsum(wide) - wide) + prefix
+    slots = np.arange(5)
+    at = start[:, None, None] + slots[:, None] * wide[:, None, None] + slots
+    for size in range(3 * 5 * 5, len(full), 11):
+        got = interop.read_mask(on.array(full[:size]), "full", 5, prefix_lens=on.array(prefix))
+        assert_same(on.get(got), want & (at < size))
+    negative = on.array(np.array([-1000, 3, 1 << 30], np.int32))
+    ones = on.array(np.ones(100, np.bool_))
+    assert not interop.read_mask(ones, "full", 5, prefix_lens=negative)[[0, 2]].any()
+
+
+def test_masks_without_the_ancestors_ancestors(on, rng):
+    """Only the last ancestor counts, as the parent; whatever is above the diagonal is ignored."""
+    mask = rng.random((40, 65, 65)) < 0.1
+    parents = np.full((40, 65), -1, np.int32)
+    for b, slot in np.ndindex(40, 65):
+        if slot:
+            parents[b, slot] = max(np.flatnonzero(mask[b, slot, :slot]), default=0)
+    num_nodes = rng.integers(0, 66, 40).astype(np.int32)
+    parents[np.arange(65) >= num_nodes[:, None]] = -1
+    got = on.get(interop.tree_of(on.array(mask), num_nodes=on.array(num_nodes)))
+    want = reference.tree_links(parents, num_nodes)
+    assert_same(got, want)
 
 
 def test_retrieve_global_and_local(on, rng):
@@ -159,7 +214,24 @@ def test_a_true_split_is_refused(on):
         interop.fused_cache(ckv, kpe[:-1])
 
 
-# ---- in a graph
+# ---- compiled, and in a graph
+
+
+def test_compiles_without_a_break(on, rng):
+    prefix, tree = whole_trees(rng, 3, 9)
+    given = on.put(tree)
+    held = kdtree.expand_mask(given, "qlen").clone()
+    full = on.array(reference.expand_mask(tree, "full", prefix_lens=prefix))
+    lens, predict = on.array(prefix), on.array(rng.integers(0, 3, (3, 9)))
+
+    def work(held, full, lens, predict):
+        made = interop.tree_of(interop.read_mask(held, "qlen", 9), draft_tokens=predict)
+        words = interop.visibility_of(interop.read_mask(full, "full", 9, prefix_lens=lens))
+        return words, interop.sglang_mask(made), interop.sglang_accept(made, predict)[:3]
+
+    arguments = held, full, lens, predict
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True)
+    assert_same(on.get(compiled(*arguments)), on.get(work(*arguments)))
 
 
 def test_runs_in_a_cuda_graph(on, rng):

@@ -1,7 +1,7 @@
 """Trees, masks and caches of other engines, as torch tensors: SGLang, TensorRT-LLM, FlashInfer.
 
 Everything here is a few torch operations on the tensors' device, without a sync, a host read or a
-size that depends on data: it runs inside CUDA graphs and under torch.compile.
+size that depends on data: it runs inside CUDA graphs and, `fused_cache` apart, under torch.compile.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from kdtree.accept import tree_accept
+import kdtree.torch_ops  # noqa: F401  torch.compile traces through its ops
+from kdtree._lib import core
 from kdtree.records import Accept, Tree
-from kdtree.tree import tree_links
 
 __all__ = [
     "fused_cache",
@@ -53,12 +53,27 @@ def read_mask(
             column j, low bit first.
         qlen: Q.
         batch: B; needed where the mask may be longer, and for "full" taken from prefix_lens.
-        prefix_lens: int32 or int64 [B], for "full".
+        prefix_lens: int32 or int64 [B], for "full". How long the mask must be only the device
+            knows then: what it lacks is read as False.
     """
+    if not 1 <= qlen <= core.MAX_QLEN:
+        raise ValueError(f"qlen: expected 1..{core.MAX_QLEN}, got {qlen}")
     flat = mask.reshape(-1)
+    if layout in ("qlen", "full") and mask.dtype not in (torch.bool, torch.uint8):
+        raise TypeError(f"mask: expected dtype bool or uint8, got {mask.dtype}")
     if layout == "full":
         if prefix_lens is None:
             raise ValueError("prefix_lens: expected an array [B] for layout 'full', got None")
+        if prefix_lens.ndim != 1 or batch not in (None, len(prefix_lens)):
+            raise ValueError(
+                f"prefix_lens: expected shape [{'B' if batch is None else batch}], "
+                f"got {list(prefix_lens.shape)}"
+            )
+        if flat.shape[0] < len(prefix_lens) * qlen * qlen:
+            raise ValueError(
+                f"mask: expected at least {len(prefix_lens)} x {qlen} x {qlen} elements, "
+                f"got {list(mask.shape)}"
+            )
         return _read_full(flat, qlen, prefix_lens)
     if layout == "qlen":
         rows = _rows(flat, qlen * qlen, batch, mask)
@@ -85,7 +100,7 @@ def _rows(flat: Tensor, size: int, batch: int | None, mask: Tensor) -> Tensor:
     """`batch` times `size` elements, or all of them."""
     count = flat.shape[0] // size if batch is None else batch
     exact = batch is not None or count * size == flat.shape[0]
-    if not exact or count * size > flat.shape[0]:
+    if not exact or not 0 <= count * size <= flat.shape[0]:
         expected = f"{count} x {size}" if batch is not None else f"a multiple of {size}"
         raise ValueError(f"mask: expected {expected} elements, got {list(mask.shape)}")
     return flat[: count * size]
@@ -97,11 +112,26 @@ def _read_full(flat: Tensor, qlen: int, prefix_lens: Tensor) -> Tensor:
     start = qlen * (wide.cumsum(0) - wide) + prefix
     slots = torch.arange(qlen, device=flat.device)
     at = start[:, None, None] + slots[:, None] * wide[:, None, None] + slots
-    return flat[at.clamp(max=max(flat.shape[0] - 1, 0))] != 0
+    near = at.clamp(0, max(flat.shape[0] - 1, 0))
+    return (flat[near] != 0) & (near == at)
+
+
+def _square(mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected dtype bool, got {mask.dtype}")
+    if mask.ndim != 3 or mask.shape[1] != mask.shape[2] or not 1 <= mask.shape[2] <= core.MAX_QLEN:
+        raise ValueError(
+            f"mask: expected shape [B, Q, Q], Q of 1..{core.MAX_QLEN}, got {list(mask.shape)}"
+        )
 
 
 def visibility_of(mask: Tensor, out: Tensor | None = None) -> Tensor:
     """The ancestor words (`Tree.visibility`) of a mask bool [B,Q,Q]; `out` is int64 [B,Q]."""
+    _square(mask)
+    if out is not None and (out.dtype != torch.int64 or out.shape != mask.shape[:2]):
+        raise ValueError(
+            f"out: expected int64 {list(mask.shape[:2])}, got {out.dtype} {list(out.shape)}"
+        )
     bits = mask[..., 1:].long() << torch.arange(mask.shape[-1] - 1, device=mask.device)
     # Distinct bits: their sum is their union, bit 63 (the sign) included.
     return bits.sum(-1) if out is None else torch.sum(bits, -1, out=out)
@@ -109,6 +139,11 @@ def visibility_of(mask: Tensor, out: Tensor | None = None) -> Tensor:
 
 def parents_of(mask: Tensor, num_nodes: Tensor | None = None) -> Tensor:
     """int32 [B,Q]: each slot's last ancestor, for slots in an order of parents before children."""
+    _square(mask)
+    if num_nodes is not None and num_nodes.shape != mask.shape[:1]:
+        raise ValueError(
+            f"num_nodes: expected shape {list(mask.shape[:1])}, got {list(num_nodes.shape)}"
+        )
     slots = torch.arange(mask.shape[-1], device=mask.device)
     before = mask & (slots < slots[:, None])
     before[..., 1:, 0] = True  # the root is everybody's
@@ -128,11 +163,19 @@ def tree_of(
     """A whole Tree of a mask bool [B,Q,Q]: what `tree_links` makes of its parents."""
     if num_nodes is None:
         num_nodes = mask.new_full((mask.shape[0],), mask.shape[-1], dtype=torch.int32)
-    return tree_links(
-        parents_of(mask, num_nodes),
-        num_nodes,
-        prefix_lens=prefix_lens,
+    parents = parents_of(mask, num_nodes)
+    depths, positions, next_token, next_sibling, visibility = torch.ops.kdtree.tree_links(
+        parents, num_nodes, prefix_lens
+    )
+    return Tree(
         draft_tokens=draft_tokens,
+        parents=parents,
+        depths=depths,
+        positions=positions,
+        next_token=next_token,
+        next_sibling=next_sibling,
+        visibility=visibility,
+        num_nodes=num_nodes,
     )
 
 
@@ -183,7 +226,11 @@ def sglang_accept(
     accept_index int32 [B, depth]: those slots through the whole batch, -1 beyond. `depth` is the
     longest path with the root, spec_steps + 1; default Q.
     """
-    accept = tree_accept(tree, target_predict)
+    accept = Accept(
+        *torch.ops.kdtree.tree_accept(
+            tree.draft_tokens, tree.next_token, tree.next_sibling, tree.num_nodes, target_predict
+        )
+    )
     batch, qlen = target_predict.shape
     slots = accept.accept_index
     taken = slots >= 0

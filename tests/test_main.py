@@ -278,6 +278,21 @@ def test_bench(tmp_path: Path) -> None:
     assert "verify_attn" not in done.stdout
 
 
+def test_bench_tells_of_its_files_before_it_measures(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for arguments, reason in (
+        (("--compare", str(tmp_path / "none.json")), "No such file"),
+        (("--compare", str(other)), "other.json: expected what --json writes"),
+        (("--json", str(tmp_path / "none" / "all.json")), "No such file"),
+    ):
+        done = run("bench", "build", "--device", "cpu", "--quick", *arguments)
+        assert done.returncode == 1
+        assert reason in done.stdout
+        assert "build_ddtree" not in done.stdout
+        assert "Traceback" not in done.stderr
+
+
 def test_bench_without_torch_has_no_rivals_of_it() -> None:
     done = run("bench", "topk", "--device", "cpu", "--quick", hide="torch")
     assert done.returncode == 0, done.stdout + done.stderr

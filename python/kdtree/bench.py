@@ -690,10 +690,12 @@ def run(
             device = "cuda" if torch.cuda.is_available() else "cpu"
         except (ImportError, OSError):
             device = "cpu"
-    before = {} if compare is None else _read(compare)
     try:
+        before = {} if compare is None else _read(compare)
+        if save is not None:
+            save.touch()  # what cannot be written is told before, not after the measuring
         d = Cuda(quick) if device == "cuda" else Cpu(quick)
-    except RuntimeError as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(error)
         return 1
     ops = list(OPS) if "all" in ops else ops
@@ -736,8 +738,11 @@ def run(
 
 
 def _read(path: Path) -> dict[tuple[str, str], float]:
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    return {(row["op"], row["shape"]): row["us"] for row in facts["rows"]}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {(row["op"], row["shape"]): row["us"] for row in facts["rows"]}
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path}: expected what --json writes, got {error!r}") from error
 
 
 def _line(result: dict[str, Any], before: dict[tuple[str, str], float]) -> str:

@@ -647,6 +647,8 @@ def test_round_dtypes():
     if torch:
         like = torch.zeros(1)
         assert new_round(Backend(), like, dtype=torch.bfloat16).out.dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="like: expected a CPU or CUDA tensor, got one on meta"):
+            new_round(Backend(), like.to("meta"), dtype=torch.bfloat16)
 
 
 @needs_cuda

@@ -351,6 +351,8 @@ class _Library(NamedTuple):
 def _library(like: Any) -> _Library:
     torch = sys.modules.get("torch")  # an array of a library that is not loaded cannot be
     if torch is not None and isinstance(like, torch.Tensor):
+        if like.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"like: expected a CPU or CUDA tensor, got one on {like.device}")
 
         def dtype(name: str) -> Any:
             return getattr(torch, name)

@@ -7,6 +7,7 @@ spoils one argument of it.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -308,6 +309,22 @@ def test_input_of_another_rank(call, name):
         call.refused(name, to={name: call.backend.array(x[..., None])})
     if x.ndim > 1 or name not in call.op.own_rank:
         call.refused(name, to={name: call.backend.array(np.array(x.ravel()[0]))})
+
+
+@pytest.mark.parametrize("layout", ["dimensions", "strides", "dtype"])
+def test_a_refused_array_is_let_go(layout):
+    memory = bytearray(80)
+    if layout == "dimensions":
+        array = np.frombuffer(memory, np.float32).reshape((1,) * 12 + (20,))
+    elif layout == "strides":
+        array = np.frombuffer(memory, [("x", np.float32), ("y", np.uint8)])["x"]
+    else:
+        array = np.frombuffer(memory, np.float64)
+    with pytest.raises((TypeError, ValueError), match=r"^logits: expected"):
+        kdtree.draft_topk(array, 1)
+    del array
+    gc.collect()
+    memory.append(0)  # a BufferError while somebody holds it
 
 
 @pytest.mark.parametrize("op", ["draft_topk", "merge_topk"])

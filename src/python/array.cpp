@@ -172,7 +172,8 @@ std::string shape_text(const int64_t *shape, int ndim) {
 // ---- import
 
 struct Array::BufferHolder {
-  Py_buffer view;
+  Py_buffer view{};
+  ~BufferHolder() { PyBuffer_Release(&view); }  // nothing where the view was not filled
 };
 
 Array::Array(const char *name_, nb::handle value, nb::handle stream)
@@ -228,18 +229,13 @@ Array::Array(Array &&other) noexcept
       library(other.library),
       object(std::move(other.object)),
       kind_(other.kind_),
-      buffer_(other.buffer_),
+      buffer_(std::move(other.buffer_)),
       capsule_(std::move(other.capsule_)) {
   std::memcpy(shape, other.shape, sizeof(shape));
   std::memcpy(strides, other.strides, sizeof(strides));
-  other.buffer_ = nullptr;
 }
 
-Array::~Array() {
-  if (buffer_ == nullptr) return;
-  PyBuffer_Release(&buffer_->view);
-  delete buffer_;
-}
+Array::~Array() = default;
 
 // A tensor of torch without memory has a NULL storage, so its address is its offset into that. No
 // real allocation lies so low: for types not known as fake, the exact question is asked only there.
@@ -282,16 +278,14 @@ bool Array::from_exchange_api(nb::handle value) {
 }
 
 void Array::from_numpy(nb::handle value) {
-  auto holder = new BufferHolder;
-  if (PyObject_GetBuffer(value.ptr(), &holder->view, PyBUF_FULL_RO) == 0) {
-    dtype = dtype_of_format(holder->view.format);
+  buffer_ = std::make_unique<BufferHolder>();
+  Py_buffer &view = buffer_->view;
+  if (PyObject_GetBuffer(value.ptr(), &view, PyBUF_FULL_RO) == 0) {
+    dtype = dtype_of_format(view.format);
     if (dtype == kOther) {
       dtype_text = text_of(value.attr("dtype"));
-      if (nb::cast<bool>(nb::object(value.attr("dtype").attr("hasobject")))) {
-        PyBuffer_Release(&holder->view);
-        delete holder;
+      if (nb::cast<bool>(nb::object(value.attr("dtype").attr("hasobject"))))
         throw TypeError(name + ": expected an array of numbers, got dtype " + dtype_text);
-      }
     }
   } else {
     // ml_dtypes' types and some of NumPy's are not in the buffer protocol: the same memory as bits.
@@ -303,15 +297,12 @@ void Array::from_numpy(nb::handle value) {
                                             : kOther;
     const std::string bits = "V" + text_of(numpy_dtype.attr("itemsize"));
     const bool plain = !nb::cast<bool>(nb::object(numpy_dtype.attr("hasobject"))) && bits != "V0";
-    const nb::object view = plain ? value.attr("view")(bits.c_str()) : nb::object();
-    if (!plain || PyObject_GetBuffer(view.ptr(), &holder->view, PyBUF_FULL_RO) != 0) {
-      delete holder;
+    const nb::object same = plain ? value.attr("view")(bits.c_str()) : nb::object();
+    if (!plain || PyObject_GetBuffer(same.ptr(), &view, PyBUF_FULL_RO) != 0) {
       PyErr_Clear();
       throw TypeError(name + ": expected an array of numbers, got dtype " + dtype_text);
     }
   }
-  buffer_ = holder;
-  const Py_buffer &view = holder->view;
   if (view.ndim > kMaxDims)
     throw ValueError(name + ": expected at most " + std::to_string(kMaxDims) + " dimensions, got " +
                      std::to_string(view.ndim));

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -77,7 +78,7 @@ class Array {
 
   // What keeps the view valid; exactly one is set.
   struct BufferHolder;
-  BufferHolder *buffer_ = nullptr;
+  std::unique_ptr<BufferHolder> buffer_;
   nb::object capsule_;
 
   const Array &dims(const int64_t *expected, size_t count, const char *text) const;

@@ -372,18 +372,24 @@ def start_spawned(rank: int, store: str, device: str, options: argparse.Namespac
     )
 
 
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
+
+
 def main() -> None:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=gpus or 4, help="ranks to start, one a GPU")
+    parser.add_argument("--ranks", type=count, default=gpus or 4, help="ranks to start, one a GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu")
-    parser.add_argument("--rounds", type=int, default=2000, help="rounds to check")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="to time")
-    parser.add_argument("--vocab", type=int, help="163840, on a CPU 1021")
-    parser.add_argument("--heads", type=int, help="of all ranks: 64, on a CPU 8")
-    parser.add_argument("--prefix", type=int, help="to time, in tokens: 4096, on a CPU 64")
+    parser.add_argument("--rounds", type=count, default=2000, help="rounds to check")
+    parser.add_argument("--batch", type=count, nargs="*", default=[1, 8, 32], help="to time")
+    parser.add_argument("--vocab", type=count, help="163840, on a CPU 1021")
+    parser.add_argument("--heads", type=count, help="of all ranks: 64, on a CPU 8")
+    parser.add_argument("--prefix", type=count, help="to time, in tokens: 4096, on a CPU 64")
     options = parser.parse_args()
     launched = "LOCAL_RANK" in os.environ  # by torchrun
     if launched:
@@ -392,7 +398,7 @@ def main() -> None:
     options.vocab = options.vocab or (1021 if small else 163_840)
     options.heads = options.heads or (8 if small else 64)
     options.prefix = options.prefix or (64 if small else 4096)
-    if options.ranks < 1 or options.heads % options.ranks:
+    if options.heads % options.ranks:
         parser.error(f"--ranks: expected a divisor of the {options.heads} heads")
     if options.vocab < 16 * options.ranks:
         parser.error("--vocab: expected 16 columns a rank or more")

@@ -97,7 +97,14 @@ def test_a_difference_is_found():
     assert re.search(r"FAILED 4 differ between ranks", texts[0][0]), texts
 
 
-@pytest.mark.parametrize("arguments", [("--ranks", "3"), ("--vocab", "63"), ("--ranks", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--ranks", "3"),
+        ("--vocab", "63"),
+        *((name, "0") for name in ("--ranks", "--rounds", "--batch", "--heads", "--prefix")),
+    ],
+)
 def test_refuses(arguments):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "tensor_parallel.py"), "--device", "cpu", *arguments],

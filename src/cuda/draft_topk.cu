@@ -94,7 +94,7 @@ struct TopkShared {
   Handed block[kMaxCluster];
   int listed[kListed];  // which vectors
   int num_listed, num_candidates, num_kept;
-  float floor;
+  float floor[2];
   cluster::Inbox maxima_inbox[2], candidates_inbox;
 };
 
@@ -244,9 +244,10 @@ __device__ __forceinline__ float find_floor(int k, int turn, TopkShared &s) {
   above += __shfl_xor_sync(0xffffffffu, above, 1);
   above += __shfl_xor_sync(0xffffffffu, above, 2);
   if (above == k - 1 && quarter == 0)
-    s.floor = tree::key_value(max(maximum & ~uint32_t(kGroups - 1), tree::value_key(-INFINITY)));
+    s.floor[turn] =
+        tree::key_value(max(maximum & ~uint32_t(kGroups - 1), tree::value_key(-INFINITY)));
   __syncthreads();
-  return s.floor;
+  return s.floor[turn];
 }
 
 template <class T>
@@ -336,12 +337,13 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
   const int most_handed = kHandedOver / blocks;
   if (s.num_candidates > most_handed) keep_largest(keys, s.num_candidates, p.k, s);
   const int candidates = s.num_candidates;
-  for (int i = thread; i < candidates; i += kTopkThreads)
+  const int sent = block > 0 ? candidates : 0;  // block 0 has its own where they are to be
+  for (int i = thread; i < sent; i += kTopkThreads)
     s.candidates_inbox.send(keys[i], &s.handed[block * most_handed + i], 0);
   if (warp == 0) {
     exp_sum = warp_total(lane < kTopkWarps ? s.warp[lane] : ExpSum{-INFINITY, 0});
     if (lane == 0) {
-      s.candidates_inbox.announce(candidates * sizeof(uint64_t) + sizeof(Handed), 0);
+      s.candidates_inbox.announce(sent * sizeof(uint64_t) + sizeof(Handed), 0);
       s.candidates_inbox.send(Handed{exp_sum, candidates}, &s.block[block], 0);
     }
   }
@@ -349,12 +351,12 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
   const int64_t row_number = blockIdx.x / blocks;
   s.candidates_inbox.wait(0);
 
-  // Each warp moves what one block handed over.
+  // Each warp moves what one of the other blocks handed over, to behind what block 0 has.
   const int from = warp % blocks, handed = lane < blocks ? s.block[lane].candidates : 0;
   const float lse = warp_total(lane < blocks ? s.block[lane].exp_sum : ExpSum{-INFINITY, 0}).log();
   const int offset = __reduce_add_sync(0xffffffffu, lane < from ? handed : 0);
   int n = __reduce_add_sync(0xffffffffu, handed);
-  for (int i = thread / (32 * blocks) * 32 + lane; i < s.block[from].candidates;
+  for (int i = thread / (32 * blocks) * 32 + lane; from > 0 && i < s.block[from].candidates;
        i += kTopkThreads / blocks)
     keys[offset + i] = s.handed[from * most_handed + i];
   if (thread == 0) p.lse[row_number] = lse;

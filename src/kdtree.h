@@ -378,8 +378,9 @@ typedef struct kdtree_device_info_params {
 } kdtree_device_info_params;
 KDTREE_API int kdtree_device_info(kdtree_device_info_params *params);
 
-/* Memory on either device, for callers without an allocator of their own; stream-ordered on CUDA.
- */
+/* Memory on either device, for callers without an allocator of their own. On CUDA both in the order
+ * of `stream` (cudaStreamLegacy for the default one), or both with NULL: then at once, and the free
+ * waits for all work of the device. */
 KDTREE_API int kdtree_malloc(int32_t device_type, int32_t device_id, int64_t bytes, void *stream,
                              void **ptr);
 KDTREE_API int kdtree_free(int32_t device_type, int32_t device_id, void *ptr, void *stream);

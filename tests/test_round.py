@@ -380,6 +380,18 @@ def test_side_stream(rng, how):
     check_round(s, get(backend, r), backend.numpy(late.kv_caches))
 
 
+def test_results_may_be_dropped_at_once(backend):
+    """Their memory stays until the device, busy with earlier calls, has written it."""
+    n = 5_000
+    parents, used = backend.put((np.full((n, 65), -1, np.int32), np.full(n, 65, np.int32)))
+    kept = kdtree.tree_links(parents, used)
+    for _ in range(10):
+        for _ in range(8):
+            kdtree.tree_links(parents, used, out=kept)
+        kdtree.tree_links(parents[:9], used[:9])
+    assert (backend.numpy(kept.next_token) == -1).all()
+
+
 @needs_cuda
 def test_the_current_device_stays(rng):
     backend = TorchBackend("cuda")

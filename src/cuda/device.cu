@@ -130,19 +130,32 @@ void device_info(kdtree_device_info_params &info) {
   }
 }
 
+// Calls that a capture, of whatever library, forbids unless told that they are meant.
+struct RelaxedCapture {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
+// Memory without a stream is cudaMalloc's: cudaFree waits for the device's work on it, and does
+// not wait for work on cudaMallocAsync's.
 void *allocate(int64_t bytes, void *stream) {
   void *ptr = nullptr;
-  const cudaError_t error = cudaMallocAsync(&ptr, static_cast<size_t>(bytes > 0 ? bytes : 1),
-                                            static_cast<cudaStream_t>(stream));
+  const size_t size = static_cast<size_t>(bytes > 0 ? bytes : 1);
+  RelaxedCapture relaxed;
+  const cudaError_t error = stream == nullptr
+                                ? cudaMalloc(&ptr, size)
+                                : cudaMallocAsync(&ptr, size, static_cast<cudaStream_t>(stream));
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     throw Error{KDTREE_ERROR_MEMORY, "out of device memory: " + std::to_string(bytes) + " bytes"};
   }
-  check(error, "cudaMallocAsync");
+  check(error, stream == nullptr ? "cudaMalloc" : "cudaMallocAsync");
   return ptr;
 }
 
 void release(void *ptr, void *stream) {
+  RelaxedCapture relaxed;
   if (stream == nullptr) return check(cudaFree(ptr), "cudaFree");
   check(cudaFreeAsync(ptr, static_cast<cudaStream_t>(stream)), "cudaFreeAsync");
 }

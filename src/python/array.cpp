@@ -455,9 +455,10 @@ const Array &Array::contiguous() const {
 
 // ---- outputs
 
-// Memory of the library's own behind a DLPack-speaking object.
-static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &shape, int32_t dtype,
-                               void *stream) {
+// Memory of the library's own behind a DLPack-speaking object. Who drops it last, and on which
+// stream it was used until then, is not known, so its free waits for the device.
+static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &shape,
+                               int32_t dtype) {
   struct Owned {
     int32_t device_type, device_id;
     void *memory;
@@ -470,7 +471,7 @@ static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &sh
     kdtree_free(self->device_type, self->device_id, self->memory, nullptr);
     delete self;
   });
-  throw_status(kdtree_malloc(like.device_type, like.device_id, bytes, stream, &owned->memory));
+  throw_status(kdtree_malloc(like.device_type, like.device_id, bytes, nullptr, &owned->memory));
   const dlpack::DataType type = dlpack_dtype(dtype);
   const std::vector<size_t> dims(shape.begin(), shape.end());
   return nb::cast(nb::ndarray<nb::array_api>(
@@ -479,7 +480,7 @@ static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &sh
 }
 
 Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
-               int32_t dtype, void *stream) {
+               int32_t dtype) {
   nb::list dims;
   for (int64_t size : shape) dims.append(size);
   const nb::tuple shape_tuple(dims);
@@ -497,15 +498,14 @@ Array allocate(const char *name, const Array &like, const std::vector<int64_t> &
                                        : nb::object(nb::str(python::dtype_text(dtype)));
     made = nb::module_::import_("numpy").attr("empty")(shape_tuple, numpy_dtype);
   } else {
-    made = dlpack_array(like, shape, dtype, stream);
+    made = dlpack_array(like, shape, dtype);
   }
   return Array(name, made, nb::none());
 }
 
 Array output(const char *name, nb::handle value, const Array &like,
-             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
-             void *stream) {
-  if (value.is_none()) return allocate(name, like, shape, dtype, stream);
+             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype) {
+  if (value.is_none()) return allocate(name, like, shape, dtype);
   Array out(name, value, nb::none());
   out.dtypes({dtype}).dims(shape, shape_name).same_device(like).writable().contiguous();
   return out;

@@ -96,12 +96,11 @@ const char *dtype_text(int32_t dtype);
 // An output: the caller's array, checked, or a new one of `like`'s library and device when `value`
 // is None. `name` is how an error calls it.
 Array output(const char *name, nb::handle value, const Array &like,
-             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
-             void *stream);
+             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype);
 // An array of `like`'s library and device. Producers other than NumPy and torch get one of
 // nanobind's, which speaks DLPack.
 Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
-               int32_t dtype, void *stream);
+               int32_t dtype);
 
 // Throws the Error of a failed call, with kdtree_last_error(); Python sees a ValueError, TypeError,
 // MemoryError or RuntimeError.

@@ -79,13 +79,12 @@ Fields fields_of(const Arrays &...arrays) {
 
 // A field of the caller's record `out`, or, where `out` is None, a new array.
 Array output_field(nb::handle out, const char *field, const Array &like,
-                   const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype,
-                   void *stream) {
+                   const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype) {
   const std::string name = std::string("out.") + field;
-  if (out.is_none()) return allocate(name.c_str(), like, shape, dtype, stream);
+  if (out.is_none()) return allocate(name.c_str(), like, shape, dtype);
   const nb::object given = out.attr(field);
   if (given.is_none()) throw TypeError(name + ": expected an array, got None");
-  return output(name.c_str(), given, like, shape, shape_name, dtype, stream);
+  return output(name.c_str(), given, like, shape, shape_name, dtype);
 }
 
 int64_t int_in(const char *name, nb::handle value, int64_t low, int64_t high) {
@@ -133,9 +132,9 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
 
   std::vector<int64_t> rows = shape_of(logits, 0, lead), rows_k = rows;
   rows_k.push_back(p.k);
-  Array logprobs = output_field(out, "logprobs", logits, rows_k, "[..., k]", KDTREE_F32, stream);
-  Array ids = output_field(out, "ids", logits, rows_k, "[..., k]", KDTREE_I64, stream);
-  Array lse = output_field(out, "lse", logits, rows, "[...]", KDTREE_F32, stream);
+  Array logprobs = output_field(out, "logprobs", logits, rows_k, "[..., k]", KDTREE_F32);
+  Array ids = output_field(out, "ids", logits, rows_k, "[..., k]", KDTREE_I64);
+  Array lse = output_field(out, "lse", logits, rows, "[...]", KDTREE_F32);
   p.logprobs = logprobs.as<float>();
   p.ids = ids.as<int64_t>();
   p.lse = lse.as<float>();
@@ -176,9 +175,9 @@ Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::hand
 
   const std::vector<int64_t> rows = shape_of(values, 1, last),
                              rows_k = shape_of(values, 1, last + 1);
-  Array logprobs = output_field(out, "logprobs", values, rows_k, "[..., K]", KDTREE_F32, stream);
-  Array merged = output_field(out, "ids", values, rows_k, "[..., K]", KDTREE_I64, stream);
-  Array total = output_field(out, "lse", values, rows, "[...]", KDTREE_F32, stream);
+  Array logprobs = output_field(out, "logprobs", values, rows_k, "[..., K]", KDTREE_F32);
+  Array merged = output_field(out, "ids", values, rows_k, "[..., K]", KDTREE_I64);
+  Array total = output_field(out, "lse", values, rows, "[...]", KDTREE_F32);
   p.logprobs = logprobs.as<float>();
   p.out_ids = merged.as<int64_t>();
   p.out_lse = total.as<float>();
@@ -233,7 +232,7 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
 
   const std::vector<int64_t> slots = {batch, qlen};
   const auto field = [&](const char *name, int32_t dtype) {
-    return output_field(out, name, logprobs, slots, "[B, Q]", dtype, stream);
+    return output_field(out, name, logprobs, slots, "[B, Q]", dtype);
   };
   Array draft_tokens = field("draft_tokens", KDTREE_I64);
   Array parents = field("parents", KDTREE_I32);
@@ -243,7 +242,7 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
   Array next_sibling = field("next_sibling", KDTREE_I64);
   Array visibility = field("visibility", KDTREE_I64);
   Array scores = field("scores", KDTREE_F32);
-  Array num_nodes = output_field(out, "num_nodes", logprobs, {batch}, "[B]", KDTREE_I32, stream);
+  Array num_nodes = output_field(out, "num_nodes", logprobs, {batch}, "[B]", KDTREE_I32);
   p.draft_tokens = draft_tokens.as<int64_t>();
   p.parents = parents.as<int32_t>();
   p.depths = depths.as<int32_t>();
@@ -283,7 +282,7 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
   void *stream = stream_of(stream_, parents);
 
   const auto field = [&](const char *name, int32_t dtype) {
-    return output_field(out, name, parents, {batch, qlen}, "[B, Q]", dtype, stream);
+    return output_field(out, name, parents, {batch, qlen}, "[B, Q]", dtype);
   };
   Array depths = field("depths", KDTREE_I32);
   Array positions = field("positions", KDTREE_I64);
@@ -353,9 +352,8 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
       shape = {total};
     }
   }
-  Array mask =
-      output("out", out, visibility, shape, shape_name,
-             p.layout == KDTREE_MASK_PACKED32 ? static_cast<int32_t>(KDTREE_I32) : kBool, stream);
+  Array mask = output("out", out, visibility, shape, shape_name,
+                      p.layout == KDTREE_MASK_PACKED32 ? static_cast<int32_t>(KDTREE_I32) : kBool);
   p.out = mask.data;
   p.out_numel = mask.numel();
   call(kdtree_expand_mask, p, stream);
@@ -532,12 +530,12 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   const bool wants_lse = as_bool("return_lse", return_lse);
   void *stream = stream_of(stream_, q);
 
-  Array out = output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]",
-                     q.dtype, stream);
+  Array out =
+      output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]", q.dtype);
   p.out = out.data;
   std::optional<Array> lse;
   if (!lse_.is_none() || wants_lse) {
-    lse.emplace(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32, stream));
+    lse.emplace(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32));
     p.lse = lse->as<float>();
   }
 
@@ -590,11 +588,9 @@ WalkViews walk_views(nb::handle draft_tokens, nb::handle next_token, nb::handle 
 template <class Params>
 Fields run_accept(int (*op)(const Params *, void *), Params &p, const Array &like, nb::handle out,
                   void *stream) {
-  Array index =
-      output_field(out, "accept_index", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I32, stream);
-  Array count = output_field(out, "accept_token_num", like, {p.batch}, "[B]", KDTREE_I32, stream);
-  Array tokens =
-      output_field(out, "accept_tokens", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I64, stream);
+  Array index = output_field(out, "accept_index", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I32);
+  Array count = output_field(out, "accept_token_num", like, {p.batch}, "[B]", KDTREE_I32);
+  Array tokens = output_field(out, "accept_tokens", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I64);
   p.accept_index = index.as<int32_t>();
   p.accept_token_num = count.as<int32_t>();
   p.accept_tokens = tokens.as<int64_t>();

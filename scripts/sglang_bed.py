@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs tests/test_sglang.py against the real SGLang, on a machine that may have no GPU.
+"""Runs tests/test_sglang*.py against the real SGLang, on a machine that may have no GPU.
 
 SGLang pins CUDA builds of everything that it can use. Nothing of that is needed to register a
 backend, resolve server arguments or attend on CPU tensors, so this installs its wheel without its
@@ -122,7 +122,8 @@ def main() -> int:
     )  # fmt: skip
     # SGLang's Triton kernels run in the interpreter where there is no GPU.
     environ = {"TRITON_INTERPRET": "1", **os.environ}
-    command = [python, "-m", "pytest", str(ROOT / "tests/test_sglang.py"), *options.pytest]
+    tests = sorted(map(str, (ROOT / "tests").glob("test_sglang*.py")))
+    command = [python, "-m", "pytest", *tests, *options.pytest]
     return subprocess.run(command, cwd=ROOT, env=environ).returncode
 
 

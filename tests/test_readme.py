@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kdtree.sglang import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -19,6 +20,13 @@ def test_example_runs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("(2, 17, 8, 512) ")
+
+
+def test_what_is_supported_in_sglang_is_what_the_code_says() -> None:
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in SUPPORTED)
+    assert (
+        f"| | served | declined, with the reason |\n|---|---|---|\n{rows}\n" in README.read_text()
+    )
 
 
 @pytest.mark.parametrize("path", [".ci/run", ".github/workflows/ci.yml"])

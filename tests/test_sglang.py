@@ -5,6 +5,7 @@ Needs SGLang, which pins nearly everything: scripts/sglang_bed.py makes an envir
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import kdtree
 import numpy as np
@@ -114,7 +116,7 @@ def test_the_model_takes_the_absorbed_path_and_hands_over_two_parts(sglang):
     handler = handlers.AttentionBackendRegistry.get_handler(plugin.BACKEND)
     assert handler(SimpleNamespace(), None) == handlers.AttnForwardMethod.MLA
     assert FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(plugin.BACKEND) == 1
-    assert plugin.load() == []  # again, as in every process of a server
+    assert not any(plugin.load().values())  # again, as in every process of a server
     assert FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(plugin.BACKEND) == 1
 
 
@@ -131,8 +133,9 @@ def test_a_changed_signature_makes_it_decline(sglang, monkeypatch, caplog):
     assert plugin.BACKEND not in sglang.backends
     assert choices.ATTENTION_BACKEND_CHOICES == ["triton"]
     assert "triton" in sglang.backends
-    (message,) = [r.message for r in caplog.records if r.name == "kdtree.sglang"]
-    assert "kdtree stays out of SGLang" in message
+    message, other = [r.message for r in caplog.records if r.name == "kdtree.sglang"]
+    assert "kdtree_mla stays out of SGLang" in message
+    assert "DDTREE stays out of SGLang" in other  # it verifies there
     assert "set_kv_buffer takes (self, layer, rows), expected (self, layer, loc_info," in message
 
 
@@ -141,7 +144,7 @@ def test_a_missing_name_makes_it_decline(sglang, monkeypatch, name):
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     monkeypatch.delattr(AttentionBackend, name)
-    (reason,) = plugin.load()
+    (reason,) = plugin.load()[plugin.BACKEND]
     assert name in reason
 
 
@@ -158,7 +161,9 @@ def test_the_command_says_what_is_hooked():
     done = run()
     assert done.returncode == 0, done.stderr
     assert f"attention backend {plugin.BACKEND}: hooked" in done.stdout
+    assert f"speculative algorithm {plugin.ALGORITHM}: hooked" in done.stdout
     assert plugin.FLAGS in done.stdout
+    assert plugin.ALGORITHM_FLAGS in done.stdout
     done = run(SGLANG_PLUGINS="other")
     assert done.returncode == 1
     assert "SGLANG_PLUGINS=other leaves out the plugin kdtree" in done.stdout
@@ -270,7 +275,13 @@ class Setting:
     """Pools and a layer of SGLang's, requests in them, and the backend that SGLang builds for its
     arguments: a hybrid, in which torch-native prefills, and kdtree_mla decodes and verifies."""
 
-    def __init__(self, sglang: Any, page_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        sglang: Any,
+        page_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        algorithm: Any = None,
+    ) -> None:
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
@@ -306,7 +317,7 @@ class Setting:
             token_to_kv_pool=self.pool,
             kv_index_translator=translator,
             model_config=ModelConfig.from_server_args(sglang.arguments),
-            spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE"),
+            spec_algorithm=algorithm or SpeculativeAlgorithm.from_string("EAGLE"),
             use_mla_backend=True,
             is_draft_worker=False,
             draft_attention_backend=None,
@@ -539,48 +550,106 @@ def test_graph_buffers_keep_their_place(sglang, rng):
     assert close(s.run(s.hybrid, batch, q, k), path_by_path(s, batch, parents, q))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"is_draft_worker": True}, "add --speculative-draft-attention-backend triton"),
-        ({"use_mla_backend": False}, "serves MLA models"),
-        ({"page_size": 48}, "needs --page-size to be a power of two up to 128, got 48"),
-        ({"spec_algorithm": "NGRAM"}, "verifies EAGLE, EAGLE3, NEXTN, STANDALONE and DFLASH"),
-    ],
-)
-def test_settings_that_it_does_not_serve(sglang, change, message):
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# By row of plugin.SUPPORTED: settings that are served, and settings that are not with the reason.
+TRUTH: dict[str, tuple[list[dict[str, Any]], list[tuple[dict[str, Any], str]]]] = {
+    "model": (
+        [{}],
+        [
+            ({"runner.use_mla_backend": False}, "serves MLA models"),
+            ({"pool.kv_lora_rank": 256}, r"serves dense MLA of 512 \+ 64, got 256 \+ 64$"),
+            ({"pool.use_dsa": True}, "with sparse attention"),
+        ],
+    ),
+    "cache": (
+        [{"pool.dtype": dtype} for dtype in (torch.bfloat16, torch.float16, E4M3)],
+        [
+            *(({"pool.dtype": d}, f"serves caches of .*, got {d}") for d in (torch.float32, E5M2)),
+            (
+                {"runner.kv_index_translator": SimpleNamespace(reads_are_translated=True)},
+                "does not serve the unified memory pool",
+            ),
+        ],
+    ),
+    "`--page-size`": (
+        [{"runner.page_size": 1 << bit} for bit in range(8)],
+        [({"runner.page_size": size}, f"up to 128, got {size}") for size in (48, 256)],
+    ),
+    "`--speculative-algorithm`": (
+        [
+            {"runner.spec_algorithm": name}
+            for name in (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DDTREE")
+        ],
+        [
+            ({"runner.spec_algorithm": name}, "verifies EAGLE, EAGLE3, NEXTN, STANDALONE, DFLASH")
+            for name in ("NGRAM", "UNO", "DSPARK", "FROZEN_KV_MTP")
+        ],
+    ),
+    "`--speculative-num-draft-tokens`": (
+        [{"spec.speculative_num_draft_tokens": count} for count in (1, 65)],
+        [({"spec.speculative_num_draft_tokens": 66}, r"of 1\.\.65, got 66")],
+    ),
+    "attention": (
+        [{}],
+        [
+            ({"exec.kernel.attention_backend": plugin.BACKEND}, "add --prefill-attention-backend"),
+            ({"runner.is_draft_worker": True}, "add --speculative-draft-attention-backend"),
+        ],
+    ),
+    "batches over GPUs": (
+        [{"parallel.attn_tp_size": HEADS}],
+        [
+            ({"parallel.attn_dcp_size": 2}, "decode context parallelism"),
+            ({"exec.overlap.enable_two_batch_overlap": True}, "without two-batch overlap or pdmux"),
+            ({"disagg.enable_pdmux": True}, "without two-batch overlap or pdmux"),
+        ],
+    ),
+}
+
+
+@contextlib.contextmanager
+def changed(sglang: Any, s: Setting, change: dict[str, Any]) -> Any:
+    from kdtree.sglang import mla
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    s = Setting(sglang, 16)
-    if "spec_algorithm" in change:
-        change = {"spec_algorithm": SpeculativeAlgorithm.from_string(change["spec_algorithm"])}
-    vars(s.runner).update(change)
-    with pytest.raises(ValueError, match=message):
-        sglang.backends[plugin.BACKEND](s.runner)
+    with contextlib.ExitStack() as stack:
+        for path, value in change.items():
+            holder, *inner, name = path.split(".")
+            if name == "spec_algorithm":
+                value = SpeculativeAlgorithm.from_string(value)
+            if holder in ("runner", "pool"):
+                setattr(getattr(s, holder), name, value)
+            elif holder == "parallel":  # SGLang's override() checks the groups too
+                sizes = SimpleNamespace(**{"attn_dcp_size": 1, "attn_tp_size": 1, name: value})
+                stack.enter_context(mock.patch.object(mla, "get_parallel", return_value=sizes))
+            else:
+                context = getattr(sglang.context, f"get_{holder}")()
+                for part in inner:
+                    context = getattr(context, part)
+                stack.enter_context(context.override(**{name: value}))
+        yield sglang.backends[plugin.BACKEND]
 
 
-def test_more_settings_that_it_does_not_serve(sglang):
-    s = Setting(sglang, 16)
-    make = sglang.backends[plugin.BACKEND]
-    with (
-        sglang.context.get_spec().override(speculative_num_draft_tokens=66),
-        pytest.raises(ValueError, match=r"needs --speculative-num-draft-tokens of 1\.\.65, got 66"),
-    ):
-        make(s.runner)
-    with (
-        sglang.context.get_exec().overlap.override(enable_two_batch_overlap=True),
-        pytest.raises(ValueError, match="without two-batch overlap"),
-    ):
-        make(s.runner)
-    kernel = sglang.context.get_exec().kernel
-    with (
-        kernel.override(attention_backend=plugin.BACKEND),
-        pytest.raises(ValueError, match="does not prefill: add --prefill-attention-backend"),
-    ):
-        make(s.runner)
-    s.pool.dtype = torch.float32
-    with pytest.raises(ValueError, match=r"serves caches of .*, got torch.float32"):
-        make(s.runner)
+@pytest.mark.parametrize("row", TRUTH)
+def test_what_is_supported_is_true(sglang, row):
+    served, declined = TRUTH[row]
+    for change in served:
+        s = Setting(sglang, 16)
+        with changed(sglang, s, change) as make:
+            assert type(make(s.runner)).__name__ == "KdtreeMLABackend"
+    for change, reason in declined:
+        s = Setting(sglang, 16)
+        with (
+            changed(sglang, s, change) as make,
+            pytest.raises(ValueError, match=f"^{plugin.BACKEND} .*{reason}"),
+        ):
+            make(s.runner)
+
+
+def test_every_row_of_what_is_supported_is_tested():
+    from test_sglang_ddtree import TRUTH as OF_ALGORITHM
+
+    assert [row for row, *_ in plugin.SUPPORTED] == [*TRUTH, *OF_ALGORITHM]
 
 
 def test_other_forwards_are_refused(sglang, rng):

@@ -1,15 +1,19 @@
 """kdtree in SGLang, which stays as it is: `load` is an entry point of its plugin group.
 
-SGLang calls it in every process. It registers the attention backend `kdtree_mla`, for decoding and
-for the verification of draft trees of MLA models:
+SGLang calls it in every process. It registers two things: the attention backend `kdtree_mla`, for
+decoding and for the verification of draft trees of MLA models, and the speculative algorithm
+`DDTREE`, which makes such trees of a DFlash drafter's block:
 
     python -m sglang.launch_server --model-path ... \\
         --attention-backend triton --decode-attention-backend kdtree_mla \\
         --speculative-algorithm EAGLE --speculative-eagle-topk 4 ... \\
         --speculative-attention-mode decode --speculative-draft-attention-backend triton
 
-Before it touches anything it compares what it builds on with `contract`: on an SGLang that differs
-it declines with the reason, and serving goes on without it. `python -m kdtree sglang` tells.
+    ... --speculative-algorithm DDTREE --speculative-draft-model-path ... \\
+        --speculative-num-draft-tokens 65 --speculative-attention-mode decode
+
+Before it touches anything it compares what each builds on with `contract`: on an SGLang that
+differs it declines with the reason, and serving goes on without. `python -m kdtree sglang` tells.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ import os
 
 from kdtree.sglang import contract
 
-__all__ = ["BACKEND", "GROUP", "info", "load"]
+__all__ = ["ALGORITHM", "BACKEND", "GROUP", "SUPPORTED", "info", "load"]
 
-#: The name that server arguments take.
+#: The names that server arguments take.
 BACKEND = "kdtree_mla"
+ALGORITHM = "DDTREE"
 #: SGLang's group of entry points.
 GROUP = "sglang.srt.plugins"
 
@@ -32,18 +37,69 @@ FLAGS = (
     f"--attention-backend triton --decode-attention-backend {BACKEND} "
     "--speculative-attention-mode decode --speculative-draft-attention-backend triton"
 )
+ALGORITHM_FLAGS = (
+    f"{FLAGS} --speculative-algorithm {ALGORITHM} --speculative-draft-model-path ... "
+    "--speculative-num-draft-tokens 65"
+)
+
+#: What is served, and what is declined with the reason when the server starts.
+SUPPORTED = [
+    ("model", "dense MLA, 512 + 64 wide", "other attention, other widths, DSA"),
+    ("cache", "bf16, f16, fp8 e4m3, with a scale", "other types, `--enable-unified-memory`"),
+    ("`--page-size`", "powers of two from 1 to 128", "others"),
+    (
+        "`--speculative-algorithm`",
+        "none, EAGLE, EAGLE3, NEXTN, STANDALONE, DFLASH, DDTREE",
+        "NGRAM, UNO, DSPARK, FROZEN_KV_MTP",
+    ),
+    ("`--speculative-num-draft-tokens`", "1 to 65", "more"),
+    ("attention", "decoding, verification", "prefill, drafters: name another backend"),
+    (
+        "batches over GPUs",
+        "tensor parallel, data parallel",
+        "`--dcp-size`, two-batch overlap, `--enable-pdmux`",
+    ),
+    ("DDTREE: drafter", "plain DFlash, blocks of up to the draft tokens", "heads that choose"),
+    (
+        "DDTREE: sampling",
+        "greedy, temperature, top-k, top-p, min-p, seeds, penalties, grammars, log-probs",
+        "",
+    ),
+    (
+        "DDTREE: server",
+        "tensor parallel, overlap schedule",
+        "`--pp-size`, `--enable-dp-attention`, `--speculative-draft-window-size`, "
+        "`--speculative-adaptive`",
+    ),
+]
 
 logger = logging.getLogger(__name__)
 
 
-def load() -> list[str]:
-    """The entry point: hooks kdtree in, or returns (and logs) why not."""
-    reasons = contract.differences()
-    if reasons:
-        logger.warning(
-            "kdtree stays out of SGLang, which is not as kdtree knows it: %s", "; ".join(reasons)
-        )
-        return reasons
+def load() -> dict[str, list[str]]:
+    """The entry point: hooks kdtree in. By name, why something is not; also logged."""
+    left_out = {
+        BACKEND: contract.differences(),
+        ALGORITHM: contract.differences(algorithm=True),
+    }
+    left_out[ALGORITHM] += left_out[BACKEND]  # it verifies there
+    for name, reasons in left_out.items():
+        if reasons:
+            logger.warning(
+                "%s stays out of SGLang, which is not as kdtree knows it: %s",
+                name,
+                "; ".join(reasons),
+            )
+    if not left_out[BACKEND]:
+        _register_backend()
+    if not left_out[ALGORITHM]:
+        from kdtree.sglang import ddtree
+
+        ddtree.register()
+    return left_out
+
+
+def _register_backend() -> None:
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
@@ -65,25 +121,26 @@ def load() -> list[str]:
     # into one.
     if BACKEND not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(BACKEND)
-    return []
 
 
 def info() -> int:
-    """`python -m kdtree sglang`: what is hooked, and why not. Exit status 1 when nothing is."""
+    """`python -m kdtree sglang`: what is hooked, and why not. Exit status 1 unless all is."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         print("SGLang is not installed")
         return 1
     print(f"SGLang {version} (kdtree was tested with {contract.VERSION})")
-    reasons = _left_out() or load()
-    state = "not hooked" if reasons else "hooked"
-    print(f"  attention backend {BACKEND}: {state}")
-    for reason in reasons:
-        print(f"    {reason}")
-    if not reasons:
-        print(f"  use: {FLAGS}")
-    return 1 if reasons else 0
+    alone = _left_out()
+    left_out = {BACKEND: alone, ALGORITHM: alone} if alone else load()
+    for kind, name, flags in (
+        ("attention backend", BACKEND, FLAGS),
+        ("speculative algorithm", ALGORITHM, ALGORITHM_FLAGS),
+    ):
+        print(f"  {kind} {name}: {'not hooked' if left_out[name] else 'hooked'}")
+        for reason in left_out[name] or [f"use: {flags}"]:
+            print(f"    {reason}")
+    return 1 if any(left_out.values()) else 0
 
 
 def _left_out() -> list[str]:

@@ -19,10 +19,12 @@ _SRT = "sglang.srt."
 _BACKEND = _SRT + "layers.attention.base_attn_backend:AttentionBackend."
 _POOL = _SRT + "mem_cache.memory_pool:"
 _ALGORITHM = _SRT + "speculative.spec_info:SpeculativeAlgorithm."
+_DFLASH = _SRT + "speculative.dflash_worker_v2:DFlashWorkerV2."
+_VERIFY = _SRT + "speculative.dflash_info:DFlashVerifyInput"
 _HANDLER = _SRT + "models.deepseek_common.attention_backend_handler:"
 _FORWARD = "self q k v layer forward_batch save_kv_cache kwargs"
 
-#: Callables by module and name, and their parameters.
+#: Callables by module and name, and their parameters: what the attention backend builds on.
 SIGNATURES = {
     _SRT + "layers.attention.attention_registry:register_attention_backend": "name",
     _HANDLER + "AttentionBackendRegistry.register": "backend_name handler_func",
@@ -57,6 +59,76 @@ SIGNATURES = {
     _ALGORITHM + "is_dflash": "self",
 }
 
+#: What the speculative algorithm builds on.
+ALGORITHM_SIGNATURES = {
+    _ALGORITHM + "from_string": "name",
+    _ALGORITHM + "register": "name supports_overlap validate_server_args spec_class",
+    _SRT + "speculative.spec_info:CustomSpecAlgo": (
+        "name factory supports_overlap validate_server_args"
+    ),
+    _SRT + "speculative.spec_info:CustomSpecAlgo.handle_server_args": "self server_args",
+    _DFLASH + "__init__": "self server_args gpu_id nccl_port target_worker",
+    _DFLASH + "init_attention_backends": "self",
+    _DFLASH + "init_cuda_graphs": "self",
+    _DFLASH + "prewarm_sampling": "self",
+    _DFLASH + "_maybe_build_draft_sampler": "self",
+    _DFLASH + "_can_skip_verify_logits": "self batch sampling_info",
+    _DFLASH + "_draft_write_ids": "self plan",
+    _DFLASH + "_make_next_draft_input_decode": "self bonus_tokens new_seq_lens",
+    _DFLASH + "_append_target_hidden_to_draft_kv_by_loc": (
+        "self target_hidden cache_loc positions cache_loc_2d commit_lens extend_lens"
+    ),
+    _DFLASH + "forward_batch_generation": (
+        "self batch on_publish grammar_barrier pp_proxy_tensors"
+    ),
+    _SRT + "speculative.dflash_worker_v2:_resolve_dflash_embedding_module": (
+        "draft_model target_model"
+    ),
+    _SRT + "speculative.dflash_utils:apply_dflash_verify_logits_adjustments": (
+        "next_token_logits sampling_info draft_token_num"
+    ),
+    _SRT + "speculative.dflash_utils:is_dense_head_weight": "weight",
+    _SRT + "speculative.dflash_utils:parse_dflash_draft_config": "draft_hf_config",
+    _SRT + "speculative.dflash_utils:DFlashDraftConfig.resolve_block_size": "self default",
+    _VERIFY: (
+        "draft_token positions draft_token_num topk custom_mask capture_hidden_mode "
+        "num_tokens_per_req ragged_verify_layout live_seq_lens_cpu "
+        "candidate_max_seq_len_upper_bound kv_loc_plan kv_loc_cols"
+    ),
+    _VERIFY + ".prepare_for_verify": "self batch target_worker defer_metadata_init",
+    _SRT + "mem_cache.kv_index_translator:KVIndexTranslator.plan": (
+        "self req_pool_indices seq_lens seq_lens_cpu write_virtual read_extent write_slots "
+        "translated_writes"
+    ),
+    _SRT + "mem_cache.kv_loc_plan:KVLocPlan.bind": "self batch reader cols",
+    _SRT + "managers.tp_worker:TpModelWorker.forward_batch_generation": (
+        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "
+        "capture_hidden_mode return_kv_loc_plan"
+    ),
+    _SRT + "model_executor.forward_batch_info:enable_num_token_non_padded": "",
+    _SRT + "layers.logits_processor:LogitsProcessor.is_deferred_shard": "self logits",
+    _SRT + "layers.logits_processor:LogitsProcessor.finish_deferred_gather": "self logits",
+    _SRT + "layers.logits_processor:LogitsProcessor.deferred_argmax": "self logits",
+    _SRT + "layers.logprob_processor:compute_spec_logprobs": (
+        "batch logits_output predict accept_index chain_stride"
+    ),
+    _SRT + "speculative.spec_utils:GrammarTree.from_device": (
+        "retrieve_next_token retrieve_next_sibling draft_token"
+    ),
+    _SRT + "speculative.spec_utils:build_grammar_vocab_mask": (
+        "reqs tree sampling_info device barrier"
+    ),
+    _SRT + "speculative.spec_utils:draft_tp_context": "layout",
+    _SRT + "speculative.spec_tp_sync:SpecTpSync.sync": "self site values",
+    _SRT + "speculative.spec_sampling_mask:SpeculativeSamplingMaskCapture.from_logits": (
+        "sampling_info next_token_logits draft_input draft_token_num bs greedy_mask"
+    ),
+    _SRT + "speculative.spec_sampling_mask:SpeculativeSamplingMaskCapture.build_output": (
+        "self out_tokens commit_lens"
+    ),
+    _SRT + "lora.layers:unwrap_lora_layer": "module",
+}
+
 #: Other names, and the type of what they stand for.
 VALUES = {
     _SRT + "arg_groups.choices:ATTENTION_BACKEND_CHOICES": list,
@@ -66,25 +138,34 @@ VALUES = {
     _SRT + "mem_cache.kv_index_translator:KVIndexTranslator.reads_are_translated": property,
     _SRT + "speculative.eagle_utils:TreeMaskMode.QLEN_ONLY": int,
 }
+ALGORITHM_VALUES = {
+    _SRT + "speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_GREEDY": int,
+    _SRT + "speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": int,
+    _SRT + "model_executor.forward_batch_info:ForwardMode.TARGET_VERIFY": int,
+    _SRT + "model_executor.forward_batch_info:CaptureHiddenMode.FULL": int,
+    _SRT + "managers.scheduler:GenerationBatchResult": type,
+}
 
 
-def differences() -> list[str]:
-    """What is not as kdtree needs it, each reason once; empty when everything is."""
+def differences(*, algorithm: bool = False) -> list[str]:
+    """What is not as the backend, or the algorithm, needs it; each reason once."""
+    signatures = ALGORITHM_SIGNATURES if algorithm else SIGNATURES
+    values: dict[str, type] = ALGORITHM_VALUES if algorithm else VALUES
     found: dict[str, None] = {}
-    for name in [*SIGNATURES, *VALUES]:
+    for name in [*signatures, *values]:
         try:
             value = _resolve(name)
         except Exception as error:  # whatever importing SGLang's modules may raise
             found[f"{type(error).__name__}: {error}"] = None
             continue
-        if name in VALUES:
-            kind = VALUES[name]
+        if name in values:
+            kind = values[name]
             if not isinstance(value, kind):
                 found[f"{name} is a {type(value).__name__}, expected a {kind.__name__}"] = None
             continue
         got = " ".join(inspect.signature(value).parameters)
-        if got != SIGNATURES[name]:
-            found[f"{name} takes ({_listed(got)}), expected ({_listed(SIGNATURES[name])})"] = None
+        if got != signatures[name]:
+            found[f"{name} takes ({_listed(got)}), expected ({_listed(signatures[name])})"] = None
     return list(found)
 
 

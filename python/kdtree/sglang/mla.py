@@ -28,6 +28,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import kdtree
 from kdtree import interop
+from kdtree.sglang import ALGORITHM, BACKEND
 
 __all__ = ["KdtreeMLABackend", "create_backend"]
 
@@ -43,7 +44,7 @@ def create_backend(runner: Any) -> KdtreeMLABackend:
     """What SGLang's registry calls. Raises ValueError where the server's setting is not served."""
     reason = _unsupported(runner)
     if reason is not None:
-        raise ValueError(f"kdtree_mla {reason}")
+        raise ValueError(f"{BACKEND} {reason}")
     return KdtreeMLABackend(runner)
 
 
@@ -53,7 +54,7 @@ def _unsupported(runner: Any) -> str | None:
     page_size = getattr(runner, "page_size", 1) or 1
     algorithm = runner.spec_algorithm
     prefill, _ = attention_backends()
-    if prefill == "kdtree_mla":
+    if prefill == BACKEND:
         return "does not prefill: add --prefill-attention-backend triton"
     if getattr(runner, "is_draft_worker", False):
         return "serves the target model: add --speculative-draft-attention-backend triton"
@@ -76,7 +77,7 @@ def _unsupported(runner: Any) -> str | None:
         return None
     served = algorithm.is_eagle() or algorithm.is_standalone() or algorithm.is_dflash()
     if not served or algorithm.is_frozen_kv_mtp():
-        return f"verifies EAGLE, EAGLE3, NEXTN, STANDALONE and DFLASH, got {algorithm}"
+        return f"verifies EAGLE, EAGLE3, NEXTN, STANDALONE, DFLASH and DDTREE, got {algorithm}"
     if not 1 <= spec.speculative_num_draft_tokens <= kdtree.MAX_QLEN:
         return (
             f"needs --speculative-num-draft-tokens of 1..{kdtree.MAX_QLEN}, got "
@@ -121,7 +122,7 @@ class KdtreeMLABackend(AttentionBackend):
         if runner.spec_algorithm is not None and not runner.spec_algorithm.is_none():
             self.qlen = get_spec().speculative_num_draft_tokens
             # DFlash verifies a chain, and so does EAGLE with one candidate a step.
-            self._is_tree = (
+            self._is_tree = runner.spec_algorithm.name == ALGORITHM or (
                 not runner.spec_algorithm.is_dflash()
                 and (get_spec().speculative_eagle_topk or 1) > 1
             )

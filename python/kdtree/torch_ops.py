@@ -13,16 +13,17 @@ position costs torch 0.1 us, one by keyword 0.5 us.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from kdtree._lib import core
-from kdtree.records import Accept, DraftTopK, Tree
 
 __all__ = ["NAMES"]
 
 Tensor = torch.Tensor
+#: What a call fills, in the schema's order; None: new tensors are made.
+Outputs: TypeAlias = "tuple[Tensor, ...] | None"
 I32, I64, F32 = torch.int32, torch.int64, torch.float32
 
 #: The ops that are registered.
@@ -51,31 +52,34 @@ def _op(
     name: str,
     inputs: str,
     options: str,
-    record: Callable[..., Any],
     outputs: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
-    """Both forms. The kernel takes the record of the outputs, or None, then inputs and options.
-
-    `record` is called with the outputs in the schema's order.
-    """
-    first = inputs.count(",") + 1
+    """Both forms. The kernel takes a tuple of the outputs, or None, then inputs and options."""
     fields = outputs.split()
-    last = first + len(fields)
     given = [f"Tensor(a{i}!) {field}" for i, field in enumerate(fields)]
     returned = ", ".join("Tensor" for field in fields if field != SCRATCH)
-
-    def make(*args: Any, **rest: Any) -> Any:
-        return kernel(None, *args, **rest)
-
-    def fill(*args: Any, **rest: Any) -> None:
-        kernel(record(*args[first:last]), *args[:first], *args[last:], **rest)
-
     tail = [options] if options else []
-    _define(f"{name}({', '.join([inputs, *tail])}) -> ({returned})", make, fake)
-    _define(f"{name}.out({', '.join([inputs, *given, *tail])}) -> ()", fill, _nothing)
+    first, rest = _parameters(inputs), _parameters(options)
+    passed = ", ".join(parameter.split("=")[0] for parameter in first + rest)
+    # With a signature of its own for each op: a shared one that cuts `*args` up takes longer.
+    scope: dict[str, Any] = {"kernel": kernel}
+    exec(
+        f"def make({', '.join(first + rest)}):\n"
+        f"    return kernel(None, {passed})\n"
+        f"def fill({', '.join(first + fields + rest)}):\n"
+        f"    kernel(({', '.join(fields)},), {passed})\n",
+        scope,
+    )
+    _define(f"{name}({', '.join([inputs, *tail])}) -> ({returned})", scope["make"], fake)
+    _define(f"{name}.out({', '.join([inputs, *given, *tail])}) -> ()", scope["fill"], _nothing)
     NAMES.append(name)
+
+
+def _parameters(arguments: str) -> list[str]:
+    """Python's of a schema's: without the types."""
+    return [each.split(" ")[-1] for each in arguments.split(", ") if each]
 
 
 def _empty(like: Tensor, *results: tuple[Any, torch.dtype]) -> Any:
@@ -84,16 +88,15 @@ def _empty(like: Tensor, *results: tuple[Any, torch.dtype]) -> Any:
 
 
 # ---- one op after the other: the compiled function behind the schema's arguments, and the shapes.
-# torch leaves out what has its default, so that the defaults here are the schemas'.
 
 
 def _draft_topk(
-    out: DraftTopK | None,
+    out: Outputs,
     logits: Tensor,
     k: int,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    normalize: bool = True,
+    vocab_start: int,
+    vocab_size: int | None,
+    normalize: bool,
 ) -> Any:
     return core.draft_topk(logits, k, vocab_start, vocab_size, normalize, out, None)
 
@@ -107,14 +110,13 @@ _op(
     "draft_topk",
     "Tensor logits, int k",
     "int vocab_start=0, int? vocab_size=None, bool normalize=True",
-    DraftTopK,
     "logprobs ids lse",
     _draft_topk,
     _draft_topk_shapes,
 )
 
 
-def _merge_topk(out: DraftTopK | None, values: Tensor, ids: Tensor, lse: Tensor) -> Any:
+def _merge_topk(out: Outputs, values: Tensor, ids: Tensor, lse: Tensor) -> Any:
     return core.merge_topk(values, ids, lse, out, None)
 
 
@@ -127,7 +129,6 @@ _op(
     "merge_topk",
     "Tensor values, Tensor ids, Tensor lse",
     "",
-    DraftTopK,
     "logprobs merged_ids merged_lse",
     _merge_topk,
     _merge_topk_shapes,
@@ -135,15 +136,15 @@ _op(
 
 
 def _build_ddtree(
-    out: Tree | None,
+    out: Outputs,
     logprobs: Tensor,
     ids: Tensor,
     root_tokens: Tensor,
     prefix_lens: Tensor,
-    budget: int = 64,
-    chain_seed: bool = False,
-    node_cost: Tensor | None = None,
-    base_cost: float | None = None,
+    budget: int,
+    chain_seed: bool,
+    node_cost: Tensor | None,
+    base_cost: float | None,
 ) -> Any:
     return core.build_ddtree(
         logprobs,
@@ -178,7 +179,6 @@ _op(
     "build_ddtree",
     "Tensor logprobs, Tensor ids, Tensor root_tokens, Tensor prefix_lens",
     "int budget=64, bool chain_seed=False, Tensor? node_cost=None, float? base_cost=None",
-    Tree,
     "draft_tokens parents depths positions next_token next_sibling visibility scores num_nodes",
     _build_ddtree,
     _build_ddtree_shapes,
@@ -186,15 +186,9 @@ _op(
 
 
 def _tree_links(
-    out: Tree | None, parents: Tensor, num_nodes: Tensor, prefix_lens: Tensor | None = None
+    out: Outputs, parents: Tensor, num_nodes: Tensor, prefix_lens: Tensor | None
 ) -> Any:
     return core.tree_links(parents, num_nodes, prefix_lens, None, out, None)
-
-
-def _links_record(
-    depths: Tensor, positions: Tensor, next_token: Tensor, next_sibling: Tensor, visibility: Tensor
-) -> Tree:
-    return Tree(None, None, depths, positions, next_token, next_sibling, visibility)
 
 
 def _tree_links_shapes(parents: Tensor, *args: Any, **options: Any) -> Any:
@@ -205,7 +199,6 @@ _op(
     "tree_links",
     "Tensor parents, Tensor num_nodes",
     "Tensor? prefix_lens=None",
-    _links_record,
     "depths positions next_token next_sibling visibility",
     _tree_links,
     _tree_links_shapes,
@@ -213,15 +206,16 @@ _op(
 
 
 def _expand_mask(
-    out: Tensor | None,
+    out: Outputs,
     visibility: Tensor,
     num_nodes: Tensor,
     layout: str,
-    prefix_lens: Tensor | None = None,
+    prefix_lens: Tensor | None,
 ) -> Any:
     if out is None:
         _mask_shape(visibility, layout)
-    return core.expand_mask(visibility, num_nodes, layout, prefix_lens, out, None)
+    (mask,) = out or (None,)
+    return core.expand_mask(visibility, num_nodes, layout, prefix_lens, mask, None)
 
 
 def _mask_shape(visibility: Tensor, layout: str) -> tuple[list[Any], torch.dtype]:
@@ -244,7 +238,6 @@ _op(
     "expand_mask",
     "Tensor visibility, Tensor num_nodes, str layout",
     "Tensor? prefix_lens=None",
-    lambda mask: mask,
     "mask",
     _expand_mask,
     _expand_mask_shapes,
@@ -252,20 +245,20 @@ _op(
 
 
 def _verify_attn(
-    out: tuple[Tensor, Tensor, Tensor] | None,
+    out: Outputs,
     q: Tensor,
     kv_cache: Tensor,
     block_table: Tensor | None,
     prefix_lens: Tensor,
     visibility: Tensor | None,
     sm_scale: float,
-    num_nodes: Tensor | None = None,
-    q_rope: Tensor | None = None,
-    kv_scale: float | None = None,
-    kv_scale_array: Tensor | None = None,
-    kv_split: int | None = None,
-    kv_indptr: Tensor | None = None,
-    kv_indices: Tensor | None = None,
+    num_nodes: Tensor | None,
+    q_rope: Tensor | None,
+    kv_scale: float | None,
+    kv_scale_array: Tensor | None,
+    kv_split: int | None,
+    kv_indptr: Tensor | None,
+    kv_indices: Tensor | None,
 ) -> Any:
     if kv_scale is not None and kv_scale_array is not None:
         raise ValueError("kv_scale: expected None beside kv_scale_array, got both")
@@ -303,7 +296,6 @@ _op(
     "Tensor? num_nodes=None, Tensor? q_rope=None, float? kv_scale=None, "
     "Tensor? kv_scale_array=None, int? kv_split=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None",
-    lambda attn, lse, workspace: (attn, lse, workspace),
     f"attn lse {SCRATCH}",
     _verify_attn,
     _verify_attn_shapes,
@@ -311,7 +303,7 @@ _op(
 
 
 def _tree_accept(
-    out: Accept | None,
+    out: Outputs,
     draft_tokens: Tensor,
     next_token: Tensor,
     next_sibling: Tensor,
@@ -333,7 +325,6 @@ _op(
     "Tensor draft_tokens, Tensor next_token, Tensor next_sibling, Tensor num_nodes, "
     "Tensor target_predict",
     "",
-    Accept,
     "accept_index accept_token_num accept_tokens",
     _tree_accept,
     _accept_shapes,
@@ -341,17 +332,17 @@ _op(
 
 
 def _tree_accept_logits(
-    out: Accept | None,
+    out: Outputs,
     draft_tokens: Tensor,
     next_token: Tensor,
     next_sibling: Tensor,
     num_nodes: Tensor,
     positions: Tensor | None,
     logits: Tensor,
-    temperature: float | None = None,
-    temperature_array: Tensor | None = None,
-    seeds: Tensor | None = None,
-    vocab_size: int | None = None,
+    temperature: float | None,
+    temperature_array: Tensor | None,
+    seeds: Tensor | None,
+    vocab_size: int | None,
 ) -> Any:
     if temperature is not None and temperature_array is not None:
         raise ValueError("temperature: expected None beside temperature_array, got both")
@@ -376,7 +367,6 @@ _op(
     "Tensor? positions, Tensor logits",
     "float? temperature=None, Tensor? temperature_array=None, Tensor? seeds=None, "
     "int? vocab_size=None",
-    Accept,
     "accept_index accept_token_num accept_tokens",
     _tree_accept_logits,
     _accept_shapes,

@@ -51,10 +51,12 @@ struct Array::Kind {
 };
 
 const Array::Kind &Array::kind_of(nb::handle value) {
-  static std::unordered_map<PyObject *, Kind> known;  // under the GIL
+  static std::unordered_map<PyObject *, Kind> known;              // under the GIL
+  static const std::pair<PyObject *const, Kind> *last = nullptr;  // most calls have one type
   const nb::handle type = value.type();
+  if (last != nullptr && last->first == type.ptr()) return last->second;
   const auto found = known.find(type.ptr());
-  if (found != known.end()) return found->second;
+  if (found != known.end()) return (last = &*found)->second;
   Kind kind;
   if (derives_from(type, "numpy", "ndarray")) kind.library = Library::numpy;
   if (derives_from(type, "torch", "Tensor")) kind.library = Library::torch;
@@ -176,7 +178,11 @@ struct Array::BufferHolder {
   ~BufferHolder() { PyBuffer_Release(&view); }  // nothing where the view was not filled
 };
 
-Array::Array(const char *name_, nb::handle value, nb::handle stream)
+std::string Name::str() const {
+  return index < 0 ? std::string(text) : text + ("[" + std::to_string(index) + "]");
+}
+
+Array::Array(Name name_, nb::handle value, nb::handle stream)
     : name(name_), object(nb::borrow(value)) {
   if (value.is_none()) throw TypeError(name + ": expected an array, got None");
   kind_ = &kind_of(value);
@@ -194,14 +200,19 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
     throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
                     " without (a fake or meta tensor)");
   if (library == Library::torch) {
-    // What torch's export lets through although the memory is not the tensor.
+    // What torch's export lets through although the memory is not the tensor. Asking costs more
+    // than all the rest, and is_neg gives up the GIL, so that only dtypes that can be it are asked:
+    // gradients are of floats, and negative views of the imaginary parts of complex numbers.
     static PyObject *const requires_grad = PyUnicode_InternFromString("requires_grad");
     static PyObject *const is_neg = PyUnicode_InternFromString("is_neg");
     static PyObject *const is_conj = PyUnicode_InternFromString("is_conj");
-    const bool whole = dtype == KDTREE_I32 || dtype == KDTREE_I64;  // never with a gradient
+    const bool whole =
+        dtype == KDTREE_I32 || dtype == KDTREE_I64 || dtype == kUInt8 || dtype == kBool;
     if (!whole && attribute_is_true(value, requires_grad))
       throw ValueError(name + ": expected a tensor without gradient, got requires_grad=True");
-    if (method_is_true(value, is_neg) || (dtype == kOther && method_is_true(value, is_conj)))
+    const bool part = dtype == KDTREE_F16 || dtype == KDTREE_F32 || dtype == kOther;
+    if ((part && method_is_true(value, is_neg)) ||
+        (dtype == kOther && method_is_true(value, is_conj)))
       throw ValueError(name + ": expected plain memory, got a conjugate or negative view");
   }
   // An empty array may have no address; NULL would read as an argument left out.
@@ -216,7 +227,7 @@ Array::Array(const char *name_, nb::handle value, nb::handle stream)
 }
 
 Array::Array(Array &&other) noexcept
-    : name(std::move(other.name)),
+    : name(other.name),
       data(other.data),
       ndim(other.ndim),
       dtype(other.dtype),
@@ -387,28 +398,19 @@ const Array &Array::rank(int expected, const char *text) const {
   return *this;
 }
 
-const Array &Array::dims(std::initializer_list<int64_t> expected, const char *text) const {
-  return dims(expected.begin(), expected.size(), text);
-}
-
-const Array &Array::dims(const std::vector<int64_t> &expected, const char *text) const {
-  return dims(expected.data(), expected.size(), text);
-}
-
-const Array &Array::dims(const int64_t *expected, size_t count, const char *text) const {
-  if (ndim != static_cast<int>(count) || !std::equal(shape, shape + ndim, expected))
+const Array &Array::dims(const Shape &expected, const char *text) const {
+  if (!std::equal(shape, shape + ndim, expected.begin(), expected.end()))
     throw ValueError(name + ": expected shape " + text + " = " +
-                     shape_text(expected, static_cast<int>(count)) + ", got " +
+                     shape_text(expected.begin(), expected.size()) + ", got " +
                      shape_text(shape, ndim));
   return *this;
 }
 
 const Array &Array::dtypes(std::initializer_list<int32_t> allowed) const {
+  if (std::find(allowed.begin(), allowed.end(), dtype) != allowed.end()) return *this;
   std::string names;
-  for (int32_t one : allowed) {
-    if (dtype == one) return *this;
+  for (int32_t one : allowed)
     names += (names.empty() ? "" : " or ") + std::string(python::dtype_text(one));
-  }
   throw TypeError(name + ": expected dtype " + names + ", got " +
                   (dtype == kOther ? dtype_text : std::string(python::dtype_text(dtype))));
 }
@@ -429,7 +431,7 @@ const Array &Array::same_device(const Array &other) const {
   if (!on_cuda() && !on_cpu())
     throw TypeError(name + ": expected CPU or CUDA memory, got " + text(*this));
   if (on_cpu() ? !other.on_cpu() : !other.on_cuda() || device_id != other.device_id)
-    throw ValueError(name + ": expected the device of " + other.name + " (" + text(other) +
+    throw ValueError(name + ": expected the device of " + other.name.str() + " (" + text(other) +
                      "), got " + text(*this));
   return *this;
 }
@@ -457,8 +459,7 @@ const Array &Array::contiguous() const {
 
 // Memory of the library's own behind a DLPack-speaking object. Who drops it last, and on which
 // stream it was used until then, is not known, so its free waits for the device.
-static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &shape,
-                               int32_t dtype) {
+static nb::object dlpack_array(const Array &like, const Shape &shape, int32_t dtype) {
   struct Owned {
     int32_t device_type, device_id;
     void *memory;
@@ -473,14 +474,15 @@ static nb::object dlpack_array(const Array &like, const std::vector<int64_t> &sh
   });
   throw_status(kdtree_malloc(like.device_type, like.device_id, bytes, nullptr, &owned->memory));
   const dlpack::DataType type = dlpack_dtype(dtype);
-  const std::vector<size_t> dims(shape.begin(), shape.end());
+  size_t dims[kMaxDims];
+  std::copy(shape.begin(), shape.end(), dims);
   return nb::cast(nb::ndarray<nb::array_api>(
-      owned->memory, dims.size(), dims.data(), owner, nullptr,
+      owned->memory, static_cast<size_t>(shape.size()), dims, owner, nullptr,
       nb::dlpack::dtype{type.code, type.bits, type.lanes}, like.device_type, like.device_id));
 }
 
-Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
-               int32_t dtype) {
+Array allocate(const char *name, const Array &like, const Shape &shape, int32_t dtype,
+               void *stream) {
   nb::list dims;
   for (int64_t size : shape) dims.append(size);
   const nb::tuple shape_tuple(dims);
@@ -500,13 +502,13 @@ Array allocate(const char *name, const Array &like, const std::vector<int64_t> &
   } else {
     made = dlpack_array(like, shape, dtype);
   }
-  return Array(name, made, nb::none());
+  return Array({name}, made, nb::none());
 }
 
-Array output(const char *name, nb::handle value, const Array &like,
-             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype) {
-  if (value.is_none()) return allocate(name, like, shape, dtype);
-  Array out(name, value, nb::none());
+Array output(const char *name, nb::handle value, const Array &like, const Shape &shape,
+             const char *shape_name, int32_t dtype, void *stream) {
+  if (value.is_none()) return allocate(name, like, shape, dtype, stream);
+  Array out({name}, value, nb::none());
   out.dtypes({dtype}).dims(shape, shape_name).same_device(like).writable().contiguous();
   return out;
 }

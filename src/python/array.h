@@ -4,10 +4,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "dtype.h"
 #include "error.h"
@@ -26,10 +26,37 @@ enum class Library { numpy, torch, dlpack };
 
 constexpr int kMaxDims = 8;
 
+// Of at most kMaxDims dimensions, without an allocation.
+class Shape {
+ public:
+  Shape(std::initializer_list<int64_t> sizes) : Shape(sizes.begin(), sizes.end()) {}
+  Shape(const int64_t *first, const int64_t *last) : count_(static_cast<int>(last - first)) {
+    std::copy(first, last, sizes_);
+  }
+  void push_back(int64_t size) { sizes_[count_++] = size; }
+  int size() const { return count_; }
+  const int64_t *begin() const { return sizes_; }
+  const int64_t *end() const { return sizes_ + count_; }
+
+ private:
+  int64_t sizes_[kMaxDims];
+  int count_;
+};
+
+// How errors call an argument: text, or text[index] in a list. The text is a literal.
+struct Name {
+  const char *text;
+  int64_t index = -1;
+  std::string str() const;
+};
+inline std::string operator+(const Name &name, const std::string &rest) {
+  return name.str() + rest;
+}
+
 // A view of one argument, alive as long as this object. Errors name the argument.
 class Array {
  public:
-  std::string name;
+  Name name;
   void *data = nullptr;
   int ndim = 0;
   int64_t shape[kMaxDims] = {};
@@ -44,7 +71,7 @@ class Array {
   nb::object object;  // the argument itself
 
   // `stream` is the caller's explicit stream or None, for producers that want to know.
-  Array(const char *name, nb::handle value, nb::handle stream);
+  Array(Name name, nb::handle value, nb::handle stream);
   Array(Array &&other) noexcept;
   Array(const Array &) = delete;
   ~Array();
@@ -55,8 +82,7 @@ class Array {
 
   // Checks; each returns the array, to chain.
   const Array &rank(int expected, const char *text) const;
-  const Array &dims(std::initializer_list<int64_t> expected, const char *text) const;
-  const Array &dims(const std::vector<int64_t> &expected, const char *text) const;
+  const Array &dims(const Shape &expected, const char *text) const;
   const Array &dtypes(std::initializer_list<int32_t> allowed) const;
   const Array &dense_innermost() const;
   const Array &same_device(const Array &other) const;
@@ -81,7 +107,6 @@ class Array {
   std::unique_ptr<BufferHolder> buffer_;
   nb::object capsule_;
 
-  const Array &dims(const int64_t *expected, size_t count, const char *text) const;
   bool without_memory() const;
   void from_tensor(const dlpack::Tensor &tensor);
   bool from_exchange_api(nb::handle value);
@@ -95,12 +120,12 @@ const char *dtype_text(int32_t dtype);
 
 // An output: the caller's array, checked, or a new one of `like`'s library and device when `value`
 // is None. `name` is how an error calls it.
-Array output(const char *name, nb::handle value, const Array &like,
-             const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype);
+Array output(const char *name, nb::handle value, const Array &like, const Shape &shape,
+             const char *shape_name, int32_t dtype, void *stream);
 // An array of `like`'s library and device. Producers other than NumPy and torch get one of
 // nanobind's, which speaks DLPack.
-Array allocate(const char *name, const Array &like, const std::vector<int64_t> &shape,
-               int32_t dtype);
+Array allocate(const char *name, const Array &like, const Shape &shape, int32_t dtype,
+               void *stream);
 
 // Throws the Error of a failed call, with kdtree_last_error(); Python sees a ValueError, TypeError,
 // MemoryError or RuntimeError.

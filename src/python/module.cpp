@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <unordered_map>
+#include <vector>
 
 #include "python/array.h"
 
@@ -35,7 +37,7 @@ void call(int (*op)(const Params *, void *), const Params &p, void *stream) {
 }
 
 Array input(const char *name, nb::handle value, const Array &like, nb::handle stream) {
-  Array array(name, value, stream);
+  Array array({name}, value, stream);
   array.same_device(like);
   return array;
 }
@@ -66,8 +68,8 @@ void lead_dims(const Array &array, int first, int last, int64_t *dims, int64_t *
   }
 }
 
-std::vector<int64_t> shape_of(const Array &array, int first, int last) {
-  return std::vector<int64_t>(array.shape + first, array.shape + last);
+Shape shape_of(const Array &array, int first, int last) {
+  return Shape(array.shape + first, array.shape + last);
 }
 
 // What an op returns: the fields of its record, in order.
@@ -77,15 +79,41 @@ Fields fields_of(const Arrays &...arrays) {
   return nb::borrow<Fields>(nb::make_tuple(arrays.object...));
 }
 
-// A field of the caller's record `out`, or, where `out` is None, a new array.
-Array output_field(nb::handle out, const char *field, const Array &like,
-                   const std::vector<int64_t> &shape, const char *shape_name, int32_t dtype) {
-  const std::string name = std::string("out.") + field;
-  if (out.is_none()) return allocate(name.c_str(), like, shape, dtype);
-  const nb::object given = out.attr(field);
-  if (given.is_none()) throw TypeError(name + ": expected an array, got None");
-  return output(name.c_str(), given, like, shape, shape_name, dtype);
-}
+// The results of an op, one after the other in the order of their record: fields of the caller's
+// `out`, which is that record or a tuple, or, where `out` is None, new arrays.
+class Outputs {
+ public:
+  Outputs(nb::handle out, const Array &like, void *stream)
+      : out_(out), like_(like), stream_(stream) {}
+
+  Array next(const char *name, const Shape &shape, const char *shape_name, int32_t dtype) {
+    if (out_.is_none()) return allocate(name, like_, shape, dtype, stream_);
+    const nb::object given = field(name);
+    if (given.is_none()) throw TypeError(std::string(name) + ": expected an array, got None");
+    return output(name, given, like_, shape, shape_name, dtype, stream_);
+  }
+
+ private:
+  nb::handle out_;
+  const Array &like_;
+  void *stream_;
+  Py_ssize_t used_ = 0;
+
+  // name is "out.FIELD".
+  nb::object field(const char *name) {
+    if (PyTuple_Check(out_.ptr())) {
+      PyObject *item = PyTuple_GetItem(out_.ptr(), used_++);
+      if (item == nullptr) throw nb::python_error();
+      return nb::borrow(item);
+    }
+    static std::unordered_map<const char *, PyObject *> interned;  // under the GIL
+    PyObject *&key = interned[name];
+    if (key == nullptr) key = PyUnicode_InternFromString(name + sizeof("out.") - 1);
+    PyObject *value = PyObject_GetAttr(out_.ptr(), key);
+    if (value == nullptr) throw nb::python_error();
+    return nb::steal(value);
+  }
+};
 
 int64_t int_in(const char *name, nb::handle value, int64_t low, int64_t high) {
   const int64_t result = as_int(name, value);
@@ -111,7 +139,7 @@ int64_t vocab_size_of(nb::handle value) {
 
 Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb::handle vocab_size,
                   nb::handle normalize, nb::handle out, nb::handle stream_) {
-  Array logits("logits", logits_, stream_);
+  Array logits({"logits"}, logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).same_device(logits);
   if (logits.ndim < 1) logits.rank(1, "[..., V]");
   logits.dense_innermost();
@@ -130,11 +158,13 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
   p.normalize = as_bool("normalize", normalize);
   void *stream = stream_of(stream_, logits);
 
-  std::vector<int64_t> rows = shape_of(logits, 0, lead), rows_k = rows;
+  const Shape rows = shape_of(logits, 0, lead);
+  Shape rows_k = rows;
   rows_k.push_back(p.k);
-  Array logprobs = output_field(out, "logprobs", logits, rows_k, "[..., k]", KDTREE_F32);
-  Array ids = output_field(out, "ids", logits, rows_k, "[..., k]", KDTREE_I64);
-  Array lse = output_field(out, "lse", logits, rows, "[...]", KDTREE_F32);
+  Outputs outputs(out, logits, stream);
+  Array logprobs = outputs.next("out.logprobs", rows_k, "[..., k]", KDTREE_F32);
+  Array ids = outputs.next("out.ids", rows_k, "[..., k]", KDTREE_I64);
+  Array lse = outputs.next("out.lse", rows, "[...]", KDTREE_F32);
   p.logprobs = logprobs.as<float>();
   p.ids = ids.as<int64_t>();
   p.lse = lse.as<float>();
@@ -144,7 +174,7 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
 
 Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out,
                   nb::handle stream_) {
-  Array values("values", values_, stream_);
+  Array values({"values"}, values_, stream_);
   values.dtypes({KDTREE_F32}).same_device(values);
   if (values.ndim < 2) values.rank(2, "[S, ..., K]");
   values.dense_innermost();
@@ -173,11 +203,11 @@ Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::hand
   p.k = static_cast<int32_t>(values.shape[last]);
   void *stream = stream_of(stream_, values);
 
-  const std::vector<int64_t> rows = shape_of(values, 1, last),
-                             rows_k = shape_of(values, 1, last + 1);
-  Array logprobs = output_field(out, "logprobs", values, rows_k, "[..., K]", KDTREE_F32);
-  Array merged = output_field(out, "ids", values, rows_k, "[..., K]", KDTREE_I64);
-  Array total = output_field(out, "lse", values, rows, "[...]", KDTREE_F32);
+  const Shape rows = shape_of(values, 1, last), rows_k = shape_of(values, 1, last + 1);
+  Outputs outputs(out, values, stream);
+  Array logprobs = outputs.next("out.logprobs", rows_k, "[..., K]", KDTREE_F32);
+  Array merged = outputs.next("out.ids", rows_k, "[..., K]", KDTREE_I64);
+  Array total = outputs.next("out.lse", rows, "[...]", KDTREE_F32);
   p.logprobs = logprobs.as<float>();
   p.out_ids = merged.as<int64_t>();
   p.out_lse = total.as<float>();
@@ -189,7 +219,7 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
                     nb::handle prefix_lens_, nb::handle budget, nb::handle chain_seed,
                     nb::handle node_cost, nb::handle base_cost, nb::handle out,
                     nb::handle stream_) {
-  Array logprobs("logprobs", logprobs_, stream_);
+  Array logprobs({"logprobs"}, logprobs_, stream_);
   logprobs.dtypes({KDTREE_F32}).rank(3, "[B, L, K]").same_device(logprobs).dense_innermost();
   const int64_t batch = logprobs.shape[0], depth = logprobs.shape[1], k = logprobs.shape[2];
   check_dim(logprobs, "K", k, 1, KDTREE_MAX_K);
@@ -230,19 +260,19 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
   }
   void *stream = stream_of(stream_, logprobs);
 
-  const std::vector<int64_t> slots = {batch, qlen};
+  Outputs outputs(out, logprobs, stream);
   const auto field = [&](const char *name, int32_t dtype) {
-    return output_field(out, name, logprobs, slots, "[B, Q]", dtype);
+    return outputs.next(name, {batch, qlen}, "[B, Q]", dtype);
   };
-  Array draft_tokens = field("draft_tokens", KDTREE_I64);
-  Array parents = field("parents", KDTREE_I32);
-  Array depths = field("depths", KDTREE_I32);
-  Array positions = field("positions", KDTREE_I64);
-  Array next_token = field("next_token", KDTREE_I64);
-  Array next_sibling = field("next_sibling", KDTREE_I64);
-  Array visibility = field("visibility", KDTREE_I64);
-  Array scores = field("scores", KDTREE_F32);
-  Array num_nodes = output_field(out, "num_nodes", logprobs, {batch}, "[B]", KDTREE_I32);
+  Array draft_tokens = field("out.draft_tokens", KDTREE_I64);
+  Array parents = field("out.parents", KDTREE_I32);
+  Array depths = field("out.depths", KDTREE_I32);
+  Array positions = field("out.positions", KDTREE_I64);
+  Array next_token = field("out.next_token", KDTREE_I64);
+  Array next_sibling = field("out.next_sibling", KDTREE_I64);
+  Array visibility = field("out.visibility", KDTREE_I64);
+  Array scores = field("out.scores", KDTREE_F32);
+  Array num_nodes = outputs.next("out.num_nodes", {batch}, "[B]", KDTREE_I32);
   p.draft_tokens = draft_tokens.as<int64_t>();
   p.parents = parents.as<int32_t>();
   p.depths = depths.as<int32_t>();
@@ -259,7 +289,7 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
 
 Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
                   nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
-  Array parents("parents", parents_, stream_);
+  Array parents({"parents"}, parents_, stream_);
   parents.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(parents).dense_innermost();
   const int64_t batch = parents.shape[0], qlen = parents.shape[1];
   check_qlen(parents, qlen);
@@ -281,14 +311,15 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
     id_matrix("draft_tokens", draft_tokens, parents, stream_, batch, qlen);
   void *stream = stream_of(stream_, parents);
 
+  Outputs outputs(out, parents, stream);
   const auto field = [&](const char *name, int32_t dtype) {
-    return output_field(out, name, parents, {batch, qlen}, "[B, Q]", dtype);
+    return outputs.next(name, {batch, qlen}, "[B, Q]", dtype);
   };
-  Array depths = field("depths", KDTREE_I32);
-  Array positions = field("positions", KDTREE_I64);
-  Array next_token = field("next_token", KDTREE_I64);
-  Array next_sibling = field("next_sibling", KDTREE_I64);
-  Array visibility = field("visibility", KDTREE_I64);
+  Array depths = field("out.depths", KDTREE_I32);
+  Array positions = field("out.positions", KDTREE_I64);
+  Array next_token = field("out.next_token", KDTREE_I64);
+  Array next_sibling = field("out.next_sibling", KDTREE_I64);
+  Array visibility = field("out.visibility", KDTREE_I64);
   p.depths = depths.as<int32_t>();
   p.positions = positions.as<int64_t>();
   p.next_token = next_token.as<int64_t>();
@@ -300,7 +331,7 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
 
 nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle layout_,
                        nb::handle prefix_lens, nb::handle out, nb::handle stream_) {
-  Array visibility("tree.visibility", visibility_, stream_);
+  Array visibility({"tree.visibility"}, visibility_, stream_);
   visibility.dtypes({KDTREE_I64}).rank(2, "[B, Q]").same_device(visibility).dense_innermost();
   const int64_t batch = visibility.shape[0], qlen = visibility.shape[1];
   check_qlen(visibility, qlen);
@@ -330,9 +361,7 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
   }
   void *stream = stream_of(stream_, visibility);
 
-  std::vector<int64_t> shape = p.layout == KDTREE_MASK_QLEN
-                                   ? std::vector<int64_t>{batch, qlen, qlen}
-                                   : std::vector<int64_t>{batch, qlen, (qlen + 31) / 32};
+  Shape shape = {batch, qlen, p.layout == KDTREE_MASK_QLEN ? qlen : (qlen + 31) / 32};
   const char *shape_name = p.layout == KDTREE_MASK_QLEN ? "[B, Q, Q]" : "[B, Q, ceil(Q/32)]";
   if (p.layout == KDTREE_MASK_FULL) {
     shape_name = "[sum over requests of Q * (prefix + Q)]";
@@ -342,7 +371,7 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
             "out: expected a flat bool array for layout 'full' on CUDA, where only the caller "
             "knows "
             "its size, got None");
-      Array given("out", out, stream_);
+      Array given({"out"}, out, stream_);
       given.rank(1, shape_name);
       shape = {given.shape[0]};
     } else {
@@ -352,8 +381,9 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
       shape = {total};
     }
   }
-  Array mask = output("out", out, visibility, shape, shape_name,
-                      p.layout == KDTREE_MASK_PACKED32 ? static_cast<int32_t>(KDTREE_I32) : kBool);
+  Array mask =
+      output("out", out, visibility, shape, shape_name,
+             p.layout == KDTREE_MASK_PACKED32 ? static_cast<int32_t>(KDTREE_I32) : kBool, stream);
   p.out = mask.data;
   p.out_numel = mask.numel();
   call(kdtree_expand_mask, p, stream);
@@ -414,7 +444,7 @@ class Workspace {
 class Views {
  public:
   const Array &add(const char *name, nb::handle value, const Array &like, nb::handle stream) {
-    return places_[used_++].emplace(name, value, stream).same_device(like);
+    return places_[used_++].emplace(Name{name}, value, stream).same_device(like);
   }
 
  private:
@@ -429,7 +459,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
                        nb::handle out_, nb::handle lse_, nb::handle return_lse,
                        nb::handle workspace, nb::handle stream_) {
   Views views;
-  Array q("q", q_, stream_);
+  Array q({"q"}, q_, stream_);
   q.dtypes({KDTREE_BF16, KDTREE_F16}).same_device(q);
   const bool split = !q_rope.is_none();
   const int64_t width = split ? KDTREE_LATENT_DIM : KDTREE_LATENT_DIM + KDTREE_ROPE_DIM;
@@ -513,7 +543,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   p.sm_scale = static_cast<float>(as_float("sm_scale", sm_scale));
   p.kv_scale = 1.0f;
   if (kv_scale.is_none()) {
-  } else if (nb::hasattr(kv_scale, "__dlpack__") && !PyFloat_Check(kv_scale.ptr())) {
+  } else if (!PyFloat_Check(kv_scale.ptr()) && nb::hasattr(kv_scale, "__dlpack__")) {
     const Array &scale = views.add("kv_scale", kv_scale, q, stream_);
     scale.dtypes({KDTREE_F32});
     if (scale.numel() != 1) scale.dims({1}, "of one element");
@@ -530,12 +560,12 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   const bool wants_lse = as_bool("return_lse", return_lse);
   void *stream = stream_of(stream_, q);
 
-  Array out =
-      output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]", q.dtype);
+  Array out = output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]",
+                     q.dtype, stream);
   p.out = out.data;
   std::optional<Array> lse;
   if (!lse_.is_none() || wants_lse) {
-    lse.emplace(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32));
+    lse.emplace(output("lse", lse_, q, {batch, qlen, heads}, "[B, Q, H]", KDTREE_F32, stream));
     p.lse = lse->as<float>();
   }
 
@@ -588,9 +618,10 @@ WalkViews walk_views(nb::handle draft_tokens, nb::handle next_token, nb::handle 
 template <class Params>
 Fields run_accept(int (*op)(const Params *, void *), Params &p, const Array &like, nb::handle out,
                   void *stream) {
-  Array index = output_field(out, "accept_index", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I32);
-  Array count = output_field(out, "accept_token_num", like, {p.batch}, "[B]", KDTREE_I32);
-  Array tokens = output_field(out, "accept_tokens", like, {p.batch, p.qlen}, "[B, Q]", KDTREE_I64);
+  Outputs outputs(out, like, stream);
+  Array index = outputs.next("out.accept_index", {p.batch, p.qlen}, "[B, Q]", KDTREE_I32);
+  Array count = outputs.next("out.accept_token_num", {p.batch}, "[B]", KDTREE_I32);
+  Array tokens = outputs.next("out.accept_tokens", {p.batch, p.qlen}, "[B, Q]", KDTREE_I64);
   p.accept_index = index.as<int32_t>();
   p.accept_token_num = count.as<int32_t>();
   p.accept_tokens = tokens.as<int64_t>();
@@ -601,7 +632,7 @@ Fields run_accept(int (*op)(const Params *, void *), Params &p, const Array &lik
 Fields tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
                    nb::handle num_nodes, nb::handle target_predict, nb::handle out,
                    nb::handle stream_) {
-  Array target("target_predict", target_predict, stream_);
+  Array target({"target_predict"}, target_predict, stream_);
   target.dtypes({KDTREE_I32, KDTREE_I64}).rank(2, "[B, Q]").same_device(target).dense_innermost();
   const int64_t batch = target.shape[0], qlen = target.shape[1];
   check_qlen(target, qlen);
@@ -621,7 +652,7 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
                           nb::handle num_nodes, nb::handle positions, nb::handle logits_,
                           nb::handle temperature, nb::handle seeds, nb::handle vocab_size,
                           nb::handle out, nb::handle stream_) {
-  Array logits("logits", logits_, stream_);
+  Array logits({"logits"}, logits_, stream_);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).rank(3, "[B, Q, V]").same_device(logits);
   logits.dense_innermost();
   const int64_t batch = logits.shape[0], qlen = logits.shape[1];
@@ -649,7 +680,7 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
   p.vocab_size = vocab_size_of(vocab_size);
   bool needs_seeds = !temperature.is_none();
   if (temperature.is_none()) {
-  } else if (nb::hasattr(temperature, "__dlpack__") && !PyFloat_Check(temperature.ptr())) {
+  } else if (!PyFloat_Check(temperature.ptr()) && nb::hasattr(temperature, "__dlpack__")) {
     keep.push_back(
         vector_of("temperature", temperature, logits, stream_, batch, "[B]", {KDTREE_F32}));
     p.temperature_ptr = keep.back().as<float>();
@@ -679,14 +710,12 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   if (listed) {
     const nb::object items = nb::borrow(kv_caches);
     layers.reserve(nb::len(items));
-    for (nb::handle item : items) {
-      const std::string name = "kv_caches[" + std::to_string(layers.size()) + "]";
-      layers.emplace_back(name.c_str(), item, stream_);
-    }
+    for (nb::handle item : items)
+      layers.emplace_back(Name{"kv_caches", static_cast<int64_t>(layers.size())}, item, stream_);
     if (layers.empty())
       throw ValueError("kv_caches: expected at least one layer, got an empty list");
   } else {
-    layers.emplace_back("kv_caches", kv_caches, stream_);
+    layers.emplace_back(Name{"kv_caches"}, kv_caches, stream_);
   }
   const Array &first = layers.front();
   first.same_device(first);
@@ -705,15 +734,15 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
         .dense_innermost();
     bool same = layer.item_size == first.item_size && layer.dtype == first.dtype &&
                 layer.dtype_text == first.dtype_text;
-    if (!same) throw TypeError(layer.name + ": expected the dtype of " + first.name);
+    if (!same) throw TypeError(layer.name + ": expected the dtype of " + first.name.str());
     for (int i = 0; i < first.ndim; ++i)
       if (layer.strides[i] != first.strides[i])
-        throw ValueError(layer.name + ": expected the strides of " + first.name + " " +
+        throw ValueError(layer.name + ": expected the strides of " + first.name.str() + " " +
                          shape_text(first.strides, first.ndim) + ", got " +
                          shape_text(layer.strides, layer.ndim));
   }
 
-  Array index("accept.accept_index", accept_index, stream_);
+  Array index({"accept.accept_index"}, accept_index, stream_);
   index.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(first).dense_innermost();
   const int64_t batch = index.shape[0], qlen = index.shape[1];
   check_qlen(index, qlen);

@@ -99,3 +99,15 @@ def test_small_batches(backend, rng, batch):
         got = call(backend, kdtree.expand_mask, tree, layout)
         assert_same(got, reference.expand_mask(tree, layout), layout)
     check_full(backend, tree, np.full(batch, 3, np.int32))
+
+
+@pytest.mark.parametrize("layout", ["qlen", "packed32"])
+def test_prefix_lens_that_are_not_read_are_not_written_either(backend, layout):
+    visibility, used = np.zeros((4, 5), np.int64), np.full(4, 5, np.int32)
+    tree = backend.put(Tree(visibility=visibility, num_nodes=used))
+    raw = backend.array(np.zeros(256, np.uint8))
+    shape, dtype = ((4, 5, 5), bool) if layout == "qlen" else ((4, 5, 1), np.int32)
+    out = backend.view(raw, 0, shape, dtype)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got an overlap"):
+        kdtree.expand_mask(tree, layout, prefix_lens=backend.view(raw, 64, (4,), np.int32), out=out)
+    assert not backend.numpy(raw).any()

@@ -11,7 +11,7 @@ from typing import Any
 import kdtree
 import numpy as np
 import pytest
-from kdtree import reference
+from kdtree import ctypes_api, reference
 from kdtree.records import Accept, DraftTopK, Tree
 from support import (
     ATTN_ERROR,
@@ -378,6 +378,59 @@ def test_side_stream(rng, how):
         r = one_round(late, outputs, stream=handle)
     stream.synchronize()
     check_round(s, get(backend, r), backend.numpy(late.kv_caches))
+
+
+@needs_cuda
+@pytest.mark.parametrize("links", [kdtree.tree_links, ctypes_api.tree_links])
+def test_memory_of_results_on_another_stream(links):
+    """Nothing of the current stream writes it before the op has, or still reads it then."""
+    n = 4_096
+    parents = torch.full((n, 65), -1, dtype=torch.int32, device="cuda")
+    used = torch.full((n,), 65, dtype=torch.int32, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+    links(parents, used, stream=side)  # dropped before it runs
+    others = [torch.full((n, 65), 7, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others)
+
+    given = torch.full((n, 65), 3, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    more = given + 1
+    del given  # its memory is free again, but has yet to be read
+    tree = links(parents, used, stream=side)
+    torch.cuda.synchronize()
+    assert (more == 4).all()
+    assert (tree.next_token == -1).all()
+
+
+@pytest.mark.skipif("cupy" in missing_backends(), reason=missing_backends().get("cupy", ""))
+def test_cupy_results_are_cupys_and_stay_on_its_stream(rng):
+    import cupy
+
+    logits, late = cupy.asarray(rng.standard_normal((8, 6, 500))), cupy.zeros((8, 6, 500), "f4")
+    roots, prefix = cupy.arange(8), cupy.zeros(8, "i4")
+    parents, used = cupy.full((5_000, 65), -1, "i4"), cupy.full(5_000, 65, "i4")
+    kept = kdtree.tree_links(parents, used)
+
+    def draft(logits):
+        top = kdtree.draft_topk(logits, 16)
+        return kdtree.build_ddtree(top.logprobs, top.ids, roots, prefix, budget=20)
+
+    want = draft(logits.astype("f4"))
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(50):
+            kdtree.tree_links(parents, used, out=kept)
+        late[...] = logits
+        tree = draft(late)
+        stream.synchronize()
+    assert isinstance(tree.parents, cupy.ndarray)
+    for field in fields(Tree):
+        assert_same(getattr(tree, field.name).get(), getattr(want, field.name).get(), field.name)
 
 
 def test_results_may_be_dropped_at_once(backend):

@@ -11,6 +11,13 @@
 Every op takes NumPy arrays, torch tensors (CPU or CUDA) and any other DLPack producer, all on
 one device, and returns arrays of the same library. Importing this module imports neither NumPy
 nor torch and touches no CUDA state.
+
+On CUDA an op only starts its work, on `stream=`: a cudaStream_t as an int, or an object with
+`cuda_stream` (torch) or `__cuda_stream__` (CUDA's stream protocol). None is the current stream of
+the library of the first array, for producers other than torch and CuPy the legacy default one.
+Results are ready in that stream's order, and so is the memory of theirs that an op allocates; that
+of producers other than torch and CuPy waits for the whole device when it is dropped: with
+`out=` nothing is allocated.
 """
 
 from kdtree._version import __version__ as __version__

@@ -43,8 +43,7 @@ class Array(Protocol):
 ArrayT = TypeVar("ArrayT", bound=Array)
 RecordT = TypeVar("RecordT")
 
-#: `stream=` of every op: a cudaStream_t as an int, or an object with `cuda_stream` (torch) or
-#: `__cuda_stream__` (CUDA's stream protocol). None: the current stream of the arrays' library.
+#: `stream=` of every op: see `kdtree`.
 Stream = Any
 
 

@@ -474,14 +474,26 @@ class _Call:
                 kind = owner.dtype if dtype == self.like.dtype else dtype
                 value = sys.modules["numpy"].empty(shape, kind)
             else:
-                torch = sys.modules["torch"]
-                value = torch.empty(shape, dtype=getattr(torch, dtype), device=owner.device)
+                value = self.empty(shape, dtype)
         x = _view(name, value, writable=True)
         x.expect((dtype,), self.device)
         self.bind(x, pattern)
         x.expect_dense(0)
         self.keep.append(x)
         self.set(**{member: x.data})
+        return value
+
+    def empty(self, shape: tuple[int | None, ...], dtype: str) -> Any:
+        """torch memory for work on the call's stream, and what follows on torch's current one."""
+        torch = sys.modules["torch"]
+        device = self.like.owner.device
+        options = {"dtype": getattr(torch, dtype), "device": device}
+        current = torch.cuda.current_stream(device) if self.device[0] == _CUDA else None
+        if current is None or current.cuda_stream == self.stream:
+            return torch.empty(shape, **options)
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device)):
+            value = torch.empty(shape, **options)
+        value.record_stream(current)
         return value
 
     def run(self) -> None:
@@ -811,14 +823,8 @@ def verify_attn(
 
 
 def _workspace(call: _Call, no_kv_split: bool) -> Any:
-    torch = sys.modules["torch"]
     sizes = call.sizes["B"], call.sizes["Q"], call.sizes["H"]
-    size = _workspace_bytes(*sizes, call.device, no_kv_split)
-    scratch = torch.empty(size, dtype=torch.uint8, device=call.like.owner.device)
-    if call.stream != torch.cuda.current_stream(call.device[1]).cuda_stream:
-        # torch's allocator must learn of a stream that is not its current one.
-        scratch.record_stream(torch.cuda.ExternalStream(call.stream, call.like.owner.device))
-    return scratch
+    return call.empty((_workspace_bytes(*sizes, call.device, no_kv_split),), "uint8")
 
 
 def _workspace_bytes(

@@ -39,8 +39,7 @@ static bool check_expand_mask(const kdtree_expand_mask_params &p, Device device)
   check_no_overlap(
       {extent("out", p.out, size, {{p.out_numel, 1}})},
       {extent("visibility", p.visibility, 8, {{p.batch, p.visibility_stride_b}, {p.qlen, 1}}),
-       extent("num_nodes", p.num_nodes, 4, {b}),
-       extent("prefix_lens", full ? p.prefix_lens : nullptr, 4, {b})});
+       extent("num_nodes", p.num_nodes, 4, {b}), extent("prefix_lens", p.prefix_lens, 4, {b})});
   return true;
 }
 

@@ -182,11 +182,16 @@ std::string Name::str() const {
   return index < 0 ? std::string(text) : text + ("[" + std::to_string(index) + "]");
 }
 
-Array::Array(Name name_, nb::handle value, nb::handle stream)
+Array::Array(Name name_, nb::handle value, nb::handle given, void *const *stream)
     : name(name_), object(nb::borrow(value)) {
   if (value.is_none()) throw TypeError(name + ": expected an array, got None");
   kind_ = &kind_of(value);
   library = kind_->library;
+  const auto refuse_without_memory = [&] {
+    throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
+                    " without (a fake or meta tensor)");
+  };
+  if (kind_->fake) refuse_without_memory();
   if (library == Library::numpy) {
     from_numpy(value);
   } else if (!from_exchange_api(value)) {
@@ -194,11 +199,9 @@ Array::Array(Name name_, nb::handle value, nb::handle stream)
         PyType_Check(value.ptr()))
       throw TypeError(name + ": expected an array (NumPy, torch or any DLPack producer), got " +
                       type_text(value));
-    from_dlpack(value, stream);
+    from_dlpack(value, given, stream);
   }
-  if (without_memory())
-    throw TypeError(name + ": expected an array with memory, got a " + type_text(value) +
-                    " without (a fake or meta tensor)");
+  if (without_memory()) refuse_without_memory();
   if (library == Library::torch) {
     // What torch's export lets through although the memory is not the tensor. Asking costs more
     // than all the rest, and is_neg gives up the GIL, so that only dtypes that can be it are asked:
@@ -252,7 +255,6 @@ Array::~Array() = default;
 // real allocation lies so low: for types not known as fake, the exact question is asked only there.
 bool Array::without_memory() const {
   if (numel() == 0) return false;
-  if (kind_->fake) return true;
   if (library != Library::torch || reinterpret_cast<uintptr_t>(data) >> 40 != 0)
     return data == nullptr;
   const int64_t offset = nb::cast<int64_t>(object.attr("storage_offset")());
@@ -331,7 +333,7 @@ void Array::from_numpy(nb::handle value) {
   }
 }
 
-void Array::from_dlpack(nb::handle value, nb::handle stream) {
+void Array::from_dlpack(nb::handle value, nb::handle given, void *const *stream) {
   const nb::object device = call_method(value, "__dlpack_device__");
   nb::object type, id;
   if (device.is_valid() && PyTuple_Check(device.ptr()) && nb::len(device) == 2) {
@@ -344,9 +346,8 @@ void Array::from_dlpack(nb::handle value, nb::handle stream) {
                     (PyErr_Occurred() ? take_error() : text_of(device)));
   nb::dict options;
   if (on_cuda()) {
-    // The producer makes its data ready on the stream that the op runs on; DLPack spells the
-    // legacy default stream 1.
-    void *handle = stream_of(stream, *this);
+    // DLPack spells the legacy default stream 1.
+    void *handle = stream != nullptr ? *stream : stream_of(given, *this);
     options["stream"] =
         nb::int_(handle == nullptr ? uintptr_t(1) : reinterpret_cast<uintptr_t>(handle));
   }
@@ -457,29 +458,75 @@ const Array &Array::contiguous() const {
 
 // ---- outputs
 
+namespace {
+
+// `with manager:`; one that is not there does nothing.
+class With {
+ public:
+  explicit With(nb::object manager) : manager_(std::move(manager)) {
+    if (manager_.is_valid()) manager_.attr("__enter__")();
+  }
+  ~With() {
+    if (!manager_.is_valid()) return;
+    try {
+      manager_.attr("__exit__")(nb::none(), nb::none(), nb::none());
+    } catch (nb::python_error &error) {
+      error.discard_as_unraisable("kdtree");
+    }
+  }
+  With(const With &) = delete;
+
+ private:
+  nb::object manager_;
+};
+
+// Makes `stream` the current one of the array's library, which takes memory from its pool then: it
+// is free in the order of that stream, and goes back to it in that order.
+nb::object with_stream(const Array &like, void *stream) {
+  if (!like.on_cuda() || stream == stream_of(nb::none(), like)) return {};
+  const auto handle = reinterpret_cast<uintptr_t>(stream);
+  if (like.library == Library::torch) {
+    const nb::object cuda = nb::module_::import_("torch").attr("cuda");
+    return cuda.attr("stream")(cuda.attr("ExternalStream")(handle, like.object.attr("device")));
+  }
+  if (like.kind().cupy)
+    return nb::module_::import_("cupy").attr("cuda").attr("ExternalStream")(handle, like.device_id);
+  return {};
+}
+
 // Memory of the library's own behind a DLPack-speaking object. Who drops it last, and on which
 // stream it was used until then, is not known, so its free waits for the device.
-static nb::object dlpack_array(const Array &like, const Shape &shape, int32_t dtype) {
+nb::object dlpack_array(const Array &like, const Shape &shape, int32_t dtype) {
   struct Owned {
     int32_t device_type, device_id;
     void *memory;
   };
   int64_t bytes = dtype == kBool ? 1 : dtype_size(dtype);
   for (int64_t size : shape) bytes *= size;
-  auto owned = new Owned{like.device_type, like.device_id, nullptr};
+  auto owned = new Owned{like.on_cpu() ? 1 : 2, like.device_id, nullptr};
   nb::capsule owner(owned, [](void *p) noexcept {
     auto self = static_cast<Owned *>(p);
-    kdtree_free(self->device_type, self->device_id, self->memory, nullptr);
+    {
+      nb::gil_scoped_release release;  // what it waits for may need the GIL
+      kdtree_free(self->device_type, self->device_id, self->memory, nullptr);
+    }
     delete self;
   });
-  throw_status(kdtree_malloc(like.device_type, like.device_id, bytes, nullptr, &owned->memory));
+  int status;
+  {
+    nb::gil_scoped_release release;
+    status = kdtree_malloc(owned->device_type, owned->device_id, bytes, nullptr, &owned->memory);
+  }
+  throw_status(status);
   const dlpack::DataType type = dlpack_dtype(dtype);
   size_t dims[kMaxDims];
   std::copy(shape.begin(), shape.end(), dims);
   return nb::cast(nb::ndarray<nb::array_api>(
       owned->memory, static_cast<size_t>(shape.size()), dims, owner, nullptr,
-      nb::dlpack::dtype{type.code, type.bits, type.lanes}, like.device_type, like.device_id));
+      nb::dlpack::dtype{type.code, type.bits, type.lanes}, owned->device_type, owned->device_id));
 }
+
+}  // namespace
 
 Array allocate(const char *name, const Array &like, const Shape &shape, int32_t dtype,
                void *stream) {
@@ -492,23 +539,53 @@ Array allocate(const char *name, const Array &like, const Shape &shape, int32_t 
     nb::dict options;
     options["dtype"] = torch.attr(python::dtype_text(dtype));
     options["device"] = like.object.attr("device");
-    made = torch.attr("empty")(shape_tuple, **options);
-  } else if (like.library == Library::numpy) {
+    const nb::object manager = with_stream(like, stream);
+    {
+      const With there(manager);
+      made = torch.attr("empty")(shape_tuple, **options);
+    }
+    if (manager.is_valid())  // results are used on the current stream
+      made.attr("record_stream")(torch.attr("cuda").attr("current_stream")(like.device_id));
+  } else if (like.library == Library::numpy || like.kind().cupy) {
     // bfloat16 is ml_dtypes', and an input has brought it.
-    const nb::object numpy_dtype = dtype == like.dtype
-                                       ? nb::object(like.object.attr("dtype"))
-                                       : nb::object(nb::str(python::dtype_text(dtype)));
-    made = nb::module_::import_("numpy").attr("empty")(shape_tuple, numpy_dtype);
+    const nb::object same_dtype = dtype == like.dtype
+                                      ? nb::object(like.object.attr("dtype"))
+                                      : nb::object(nb::str(python::dtype_text(dtype)));
+    const nb::object library =
+        nb::module_::import_(like.library == Library::numpy ? "numpy" : "cupy");
+    const With device(like.on_cuda() ? library.attr("cuda").attr("Device")(like.device_id)
+                                     : nb::object());
+    const With there(with_stream(like, stream));
+    made = library.attr("empty")(shape_tuple, same_dtype);
   } else {
     made = dlpack_array(like, shape, dtype);
   }
-  return Array({name}, made, nb::none());
+  return Array({name}, made, stream);
+}
+
+Workspace::Workspace(const Array &like, int64_t bytes, void *stream)
+    : device_type_(like.device_type), device_id_(like.device_id), stream_(stream) {
+  if (bytes == 0) return;
+  if (like.library == Library::torch) {
+    const nb::object torch = nb::module_::import_("torch");
+    const With there(with_stream(like, stream));
+    tensor_ = torch.attr("empty")(bytes, nb::arg("dtype") = torch.attr("uint8"),
+                                  nb::arg("device") = like.object.attr("device"));
+    data = PyLong_AsVoidPtr(nb::object(tensor_.attr("data_ptr")()).ptr());
+    return;
+  }
+  if (stream_ == nullptr) stream_ = reinterpret_cast<void *>(1);  // cudaStreamLegacy
+  throw_status(kdtree_malloc(device_type_, device_id_, bytes, stream_, &data));
+}
+
+Workspace::~Workspace() {
+  if (data != nullptr && !tensor_.is_valid()) kdtree_free(device_type_, device_id_, data, stream_);
 }
 
 Array output(const char *name, nb::handle value, const Array &like, const Shape &shape,
              const char *shape_name, int32_t dtype, void *stream) {
   if (value.is_none()) return allocate(name, like, shape, dtype, stream);
-  Array out({name}, value, nb::none());
+  Array out({name}, value, stream);
   out.dtypes({dtype}).dims(shape, shape_name).same_device(like).writable().contiguous();
   return out;
 }
@@ -569,7 +646,7 @@ void *stream_of(nb::handle stream, const Array &like) {
   }
   if (kind.cupy) {
     const nb::object current =
-        nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
+        nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")(like.device_id);
     return PyLong_AsVoidPtr(nb::object(current.attr("ptr")).ptr());
   }
   return nullptr;  // the legacy default stream, which waits for all others
@@ -586,7 +663,7 @@ int64_t as_int(const char *name, nb::handle value) {
       PyErr_Clear();
       throw ValueError(std::string(name) + ": expected a 64-bit integer, got a larger one");
     }
-    PyErr_Clear();
+    take_error();
   }
   throw TypeError(std::string(name) + ": expected an int, got " + type_text(value));
 }
@@ -595,7 +672,7 @@ double as_float(const char *name, nb::handle value) {
   if (!PyBool_Check(value.ptr()) && !PyUnicode_Check(value.ptr())) {
     const double result = PyFloat_AsDouble(value.ptr());
     if (!(result == -1.0 && PyErr_Occurred())) return result;
-    PyErr_Clear();
+    take_error();
   }
   throw TypeError(std::string(name) + ": expected a float, got " + type_text(value));
 }

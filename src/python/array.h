@@ -70,8 +70,11 @@ class Array {
   Library library = Library::numpy;
   nb::object object;  // the argument itself
 
-  // `stream` is the caller's explicit stream or None, for producers that want to know.
-  Array(Name name, nb::handle value, nb::handle stream);
+  // The first array of a call, whose stream is `given`, the caller's, or where that is None, the
+  // current one of the array's library; the others are told of the call's stream. Producers are
+  // asked to make their data ready on it.
+  Array(Name name, nb::handle value, nb::handle given) : Array(name, value, given, nullptr) {}
+  Array(Name name, nb::handle value, void *stream) : Array(name, value, nb::handle(), &stream) {}
   Array(Array &&other) noexcept;
   Array(const Array &) = delete;
   ~Array();
@@ -107,11 +110,12 @@ class Array {
   std::unique_ptr<BufferHolder> buffer_;
   nb::object capsule_;
 
+  Array(Name name, nb::handle value, nb::handle given, void *const *stream);
   bool without_memory() const;
   void from_tensor(const dlpack::Tensor &tensor);
   bool from_exchange_api(nb::handle value);
   void from_numpy(nb::handle value);
-  void from_dlpack(nb::handle value, nb::handle stream);
+  void from_dlpack(nb::handle value, nb::handle given, void *const *stream);
 };
 
 std::string text_of(nb::handle value);  // str(value)
@@ -122,10 +126,25 @@ const char *dtype_text(int32_t dtype);
 // is None. `name` is how an error calls it.
 Array output(const char *name, nb::handle value, const Array &like, const Shape &shape,
              const char *shape_name, int32_t dtype, void *stream);
-// An array of `like`'s library and device. Producers other than NumPy and torch get one of
-// nanobind's, which speaks DLPack.
+// An array of `like`'s library and device, for work on `stream` and what follows on the library's
+// current one. Producers other than NumPy, torch and CuPy get one of nanobind's, which speaks
+// DLPack.
 Array allocate(const char *name, const Array &like, const Shape &shape, int32_t dtype,
                void *stream);
+
+// Scratch memory for one call, given back in the order of its stream.
+class Workspace {
+ public:
+  Workspace(const Array &like, int64_t bytes, void *stream);
+  ~Workspace();
+  Workspace(const Workspace &) = delete;
+  void *data = nullptr;
+
+ private:
+  int32_t device_type_, device_id_;
+  void *stream_;
+  nb::object tensor_;
+};
 
 // Throws the Error of a failed call, with kdtree_last_error(); Python sees a ValueError, TypeError,
 // MemoryError or RuntimeError.

@@ -36,25 +36,42 @@ void call(int (*op)(const Params *, void *), const Params &p, void *stream) {
   throw_status(status);  // the message is thread local, and this is still the thread
 }
 
-Array input(const char *name, nb::handle value, const Array &like, nb::handle stream) {
+Array input(const char *name, nb::handle value, const Array &like, void *stream) {
   Array array({name}, value, stream);
   array.same_device(like);
   return array;
 }
 
 // An int32 or int64 array [B,Q] that a request indexes by b * stride + slot.
-Array id_matrix(const char *name, nb::handle value, const Array &like, nb::handle stream,
-                int64_t batch, int64_t qlen) {
+Array id_matrix(const char *name, nb::handle value, const Array &like, void *stream, int64_t batch,
+                int64_t qlen) {
   Array array = input(name, value, like, stream);
   array.dtypes({kIdDtypes[0], kIdDtypes[1]}).dims({batch, qlen}, "[B, Q]").dense_innermost();
   return array;
 }
 
-Array vector_of(const char *name, nb::handle value, const Array &like, nb::handle stream,
-                int64_t count, const char *shape_name, std::initializer_list<int32_t> dtypes) {
+Array vector_of(const char *name, nb::handle value, const Array &like, void *stream, int64_t count,
+                const char *shape_name, std::initializer_list<int32_t> dtypes) {
   Array array = input(name, value, like, stream);
   array.dtypes(dtypes).dims({count}, shape_name).dense_innermost();
   return array;
+}
+
+// An output and an array that the library does not see.
+void check_apart(const Array &output, const Array &other) {
+  const auto span = [](const Array &array) {
+    auto low = reinterpret_cast<intptr_t>(array.data), high = low + array.item_size;
+    for (int i = 0; i < array.ndim; ++i)
+      (array.strides[i] < 0 ? low : high) +=
+          (array.shape[i] - 1) * array.strides[i] * array.item_size;
+    return std::make_pair(low, high);
+  };
+  if (output.numel() == 0 || other.numel() == 0) return;
+  const auto [low, high] = span(output);
+  const auto [other_low, other_high] = span(other);
+  if (low < other_high && other_low < high)
+    throw ValueError(output.name + ": expected memory of its own, got an overlap with " +
+                     other.name.str());
 }
 
 // Leading dimensions [first, last) of an array into a params struct.
@@ -140,6 +157,7 @@ int64_t vocab_size_of(nb::handle value) {
 Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb::handle vocab_size,
                   nb::handle normalize, nb::handle out, nb::handle stream_) {
   Array logits({"logits"}, logits_, stream_);
+  void *stream = stream_of(stream_, logits);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).same_device(logits);
   if (logits.ndim < 1) logits.rank(1, "[..., V]");
   logits.dense_innermost();
@@ -156,7 +174,6 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
   p.vocab_start = as_int("vocab_start", vocab_start);
   p.vocab_size = vocab_size_of(vocab_size);
   p.normalize = as_bool("normalize", normalize);
-  void *stream = stream_of(stream_, logits);
 
   const Shape rows = shape_of(logits, 0, lead);
   Shape rows_k = rows;
@@ -175,14 +192,15 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
 Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::handle out,
                   nb::handle stream_) {
   Array values({"values"}, values_, stream_);
+  void *stream = stream_of(stream_, values);
   values.dtypes({KDTREE_F32}).same_device(values);
   if (values.ndim < 2) values.rank(2, "[S, ..., K]");
   values.dense_innermost();
   const int last = values.ndim - 1;
-  Array ids = input("ids", ids_, values, stream_);
+  Array ids = input("ids", ids_, values, stream);
   ids.dtypes({KDTREE_I32, KDTREE_I64}).dims(shape_of(values, 0, values.ndim), "[S, ..., K]");
   ids.dense_innermost();
-  Array lse = input("lse", lse_, values, stream_);
+  Array lse = input("lse", lse_, values, stream);
   lse.dtypes({KDTREE_F32}).dims(shape_of(values, 0, last), "[S, ...]").dense_innermost();
 
   auto p = params_for<kdtree_merge_topk_params>(values);
@@ -201,7 +219,6 @@ Fields merge_topk(nb::handle values_, nb::handle ids_, nb::handle lse_, nb::hand
   check_dim(values, "S", p.shards, 1, INT32_MAX);
   check_dim(values, "K", values.shape[last], 1, KDTREE_MAX_K);
   p.k = static_cast<int32_t>(values.shape[last]);
-  void *stream = stream_of(stream_, values);
 
   const Shape rows = shape_of(values, 1, last), rows_k = shape_of(values, 1, last + 1);
   Outputs outputs(out, values, stream);
@@ -220,15 +237,16 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
                     nb::handle node_cost, nb::handle base_cost, nb::handle out,
                     nb::handle stream_) {
   Array logprobs({"logprobs"}, logprobs_, stream_);
+  void *stream = stream_of(stream_, logprobs);
   logprobs.dtypes({KDTREE_F32}).rank(3, "[B, L, K]").same_device(logprobs).dense_innermost();
   const int64_t batch = logprobs.shape[0], depth = logprobs.shape[1], k = logprobs.shape[2];
   check_dim(logprobs, "K", k, 1, KDTREE_MAX_K);
-  Array ids = input("ids", ids_, logprobs, stream_);
+  Array ids = input("ids", ids_, logprobs, stream);
   ids.dtypes({KDTREE_I32, KDTREE_I64}).dims({batch, depth, k}, "[B, L, K]").dense_innermost();
-  Array roots = vector_of("root_tokens", root_tokens_, logprobs, stream_, batch, "[B]",
+  Array roots = vector_of("root_tokens", root_tokens_, logprobs, stream, batch, "[B]",
                           {KDTREE_I32, KDTREE_I64});
   Array prefix =
-      vector_of("prefix_lens", prefix_lens_, logprobs, stream_, batch, "[B]", {KDTREE_I32});
+      vector_of("prefix_lens", prefix_lens_, logprobs, stream, batch, "[B]", {KDTREE_I32});
 
   auto p = params_for<kdtree_build_ddtree_params>(logprobs);
   p.batch = batch;
@@ -253,12 +271,10 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
                          : "base_cost: expected a float together with node_cost, got None");
   std::vector<Array> costs;  // keeps the view alive
   if (!node_cost.is_none()) {
-    costs.push_back(
-        vector_of("node_cost", node_cost, logprobs, stream_, qlen, "[Q]", {KDTREE_F32}));
+    costs.push_back(vector_of("node_cost", node_cost, logprobs, stream, qlen, "[Q]", {KDTREE_F32}));
     p.node_cost = costs[0].as<float>();
     p.base_cost = as_float("base_cost", base_cost);
   }
-  void *stream = stream_of(stream_, logprobs);
 
   Outputs outputs(out, logprobs, stream);
   const auto field = [&](const char *name, int32_t dtype) {
@@ -290,11 +306,11 @@ Fields build_ddtree(nb::handle logprobs_, nb::handle ids_, nb::handle root_token
 Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_lens,
                   nb::handle draft_tokens, nb::handle out, nb::handle stream_) {
   Array parents({"parents"}, parents_, stream_);
+  void *stream = stream_of(stream_, parents);
   parents.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(parents).dense_innermost();
   const int64_t batch = parents.shape[0], qlen = parents.shape[1];
   check_qlen(parents, qlen);
-  Array num_nodes =
-      vector_of("num_nodes", num_nodes_, parents, stream_, batch, "[B]", {KDTREE_I32});
+  Array num_nodes = vector_of("num_nodes", num_nodes_, parents, stream, batch, "[B]", {KDTREE_I32});
   auto p = params_for<kdtree_tree_links_params>(parents);
   p.batch = batch;
   p.qlen = qlen;
@@ -304,12 +320,12 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
   std::vector<Array> optional;
   if (!prefix_lens.is_none()) {
     optional.push_back(
-        vector_of("prefix_lens", prefix_lens, parents, stream_, batch, "[B]", {KDTREE_I32}));
+        vector_of("prefix_lens", prefix_lens, parents, stream, batch, "[B]", {KDTREE_I32}));
     p.prefix_lens = optional.back().as<int32_t>();
   }
-  if (!draft_tokens.is_none())  // carried over to the tree, not read
-    id_matrix("draft_tokens", draft_tokens, parents, stream_, batch, qlen);
-  void *stream = stream_of(stream_, parents);
+  std::optional<Array> carried;  // over to the tree, not read
+  if (!draft_tokens.is_none())
+    carried.emplace(id_matrix("draft_tokens", draft_tokens, parents, stream, batch, qlen));
 
   Outputs outputs(out, parents, stream);
   const auto field = [&](const char *name, int32_t dtype) {
@@ -320,6 +336,9 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
   Array next_token = field("out.next_token", KDTREE_I64);
   Array next_sibling = field("out.next_sibling", KDTREE_I64);
   Array visibility = field("out.visibility", KDTREE_I64);
+  if (carried)
+    for (const Array *output : {&depths, &positions, &next_token, &next_sibling, &visibility})
+      check_apart(*output, *carried);
   p.depths = depths.as<int32_t>();
   p.positions = positions.as<int64_t>();
   p.next_token = next_token.as<int64_t>();
@@ -332,11 +351,12 @@ Fields tree_links(nb::handle parents_, nb::handle num_nodes_, nb::handle prefix_
 nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle layout_,
                        nb::handle prefix_lens, nb::handle out, nb::handle stream_) {
   Array visibility({"tree.visibility"}, visibility_, stream_);
+  void *stream = stream_of(stream_, visibility);
   visibility.dtypes({KDTREE_I64}).rank(2, "[B, Q]").same_device(visibility).dense_innermost();
   const int64_t batch = visibility.shape[0], qlen = visibility.shape[1];
   check_qlen(visibility, qlen);
   Array num_nodes =
-      vector_of("tree.num_nodes", num_nodes_, visibility, stream_, batch, "[B]", {KDTREE_I32});
+      vector_of("tree.num_nodes", num_nodes_, visibility, stream, batch, "[B]", {KDTREE_I32});
   auto p = params_for<kdtree_expand_mask_params>(visibility);
   p.batch = batch;
   p.qlen = qlen;
@@ -354,12 +374,11 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
   std::vector<Array> optional;
   if (!prefix_lens.is_none()) {
     optional.push_back(
-        vector_of("prefix_lens", prefix_lens, visibility, stream_, batch, "[B]", {KDTREE_I32}));
+        vector_of("prefix_lens", prefix_lens, visibility, stream, batch, "[B]", {KDTREE_I32}));
     p.prefix_lens = optional.back().as<int32_t>();
   } else if (p.layout == KDTREE_MASK_FULL) {
     throw ValueError("prefix_lens: expected an int32 [B] array for layout 'full', got None");
   }
-  void *stream = stream_of(stream_, visibility);
 
   Shape shape = {batch, qlen, p.layout == KDTREE_MASK_QLEN ? qlen : (qlen + 31) / 32};
   const char *shape_name = p.layout == KDTREE_MASK_QLEN ? "[B, Q, Q]" : "[B, Q, ceil(Q/32)]";
@@ -371,7 +390,7 @@ nb::object expand_mask(nb::handle visibility_, nb::handle num_nodes_, nb::handle
             "out: expected a flat bool array for layout 'full' on CUDA, where only the caller "
             "knows "
             "its size, got None");
-      Array given({"out"}, out, stream_);
+      Array given({"out"}, out, stream);
       given.rank(1, shape_name);
       shape = {given.shape[0]};
     } else {
@@ -406,44 +425,10 @@ int64_t verify_attn_workspace(nb::handle batch, nb::handle qlen, nb::handle head
   return bytes;
 }
 
-// Scratch memory for one call, given back in stream order.
-class Workspace {
- public:
-  Workspace(const Array &like, int64_t bytes, void *stream, bool foreign_stream)
-      : device_type_(like.device_type), device_id_(like.device_id), stream_(stream) {
-    if (bytes == 0) return;
-    if (like.library == Library::torch) {
-      tensor_ = nb::module_::import_("torch").attr("empty")(
-          bytes, nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"),
-          nb::arg("device") = like.object.attr("device"));
-      if (foreign_stream) {  // torch's allocator must learn of a stream that is not its current one
-        const nb::object cuda = nb::module_::import_("torch").attr("cuda");
-        tensor_.attr("record_stream")(cuda.attr("ExternalStream")(
-            reinterpret_cast<uintptr_t>(stream), like.object.attr("device")));
-      }
-      data = PyLong_AsVoidPtr(nb::object(tensor_.attr("data_ptr")()).ptr());
-      return;
-    }
-    if (stream_ == nullptr) stream_ = reinterpret_cast<void *>(1);  // cudaStreamLegacy
-    throw_status(kdtree_malloc(device_type_, device_id_, bytes, stream_, &data));
-  }
-  ~Workspace() {
-    if (data != nullptr && !tensor_.is_valid())
-      kdtree_free(device_type_, device_id_, data, stream_);
-  }
-  Workspace(const Workspace &) = delete;
-  void *data = nullptr;
-
- private:
-  int32_t device_type_, device_id_;
-  void *stream_;
-  nb::object tensor_;
-};
-
 // Views of arguments, made in place and kept until the call is done.
 class Views {
  public:
-  const Array &add(const char *name, nb::handle value, const Array &like, nb::handle stream) {
+  const Array &add(const char *name, nb::handle value, const Array &like, void *stream) {
     return places_[used_++].emplace(Name{name}, value, stream).same_device(like);
   }
 
@@ -460,6 +445,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
                        nb::handle workspace, nb::handle stream_) {
   Views views;
   Array q({"q"}, q_, stream_);
+  void *stream = stream_of(stream_, q);
   q.dtypes({KDTREE_BF16, KDTREE_F16}).same_device(q);
   const bool split = !q_rope.is_none();
   const int64_t width = split ? KDTREE_LATENT_DIM : KDTREE_LATENT_DIM + KDTREE_ROPE_DIM;
@@ -479,7 +465,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   p.q_stride_h = q.strides[2];
   p.q_dtype = q.dtype;
   if (split) {
-    const Array &rope = views.add("q_rope", q_rope, q, stream_);
+    const Array &rope = views.add("q_rope", q_rope, q, stream);
     rope.dtypes({q.dtype})
         .dims({batch, qlen, heads, KDTREE_ROPE_DIM}, "[B, Q, H, 64]")
         .dense_innermost();
@@ -489,7 +475,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     p.q_rope_stride_h = rope.strides[2];
   }
 
-  Array kv = input("kv_cache", kv_cache_, q, stream_);
+  Array kv = input("kv_cache", kv_cache_, q, stream);
   kv.dtypes({q.dtype, KDTREE_F8E4M3});
   const int last = kv.ndim - 1;
   if (kv.ndim != 3 && !(kv.ndim == 4 && kv.shape[2] == 1))
@@ -510,33 +496,33 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     throw ValueError(
         "block_table: expected an array, or None together with both kv_indptr and kv_indices");
   if (!block_table.is_none()) {
-    const Array &table = views.add("block_table", block_table, q, stream_);
+    const Array &table = views.add("block_table", block_table, q, stream);
     table.dtypes({KDTREE_I32}).rank(2, "[B, M]");
     table.dims({batch, table.shape[1]}, "[B, M]").dense_innermost();
     p.block_table = table.as<int32_t>();
     p.block_table_stride_b = table.strides[0];
     p.block_table_width = table.shape[1];
   } else {
-    const Array &offsets = views.add("kv_indptr", kv_indptr, q, stream_);
+    const Array &offsets = views.add("kv_indptr", kv_indptr, q, stream);
     offsets.dtypes({KDTREE_I32}).dims({batch + 1}, "[B + 1]").dense_innermost();
     p.kv_indptr = offsets.as<int32_t>();
-    const Array &indices = views.add("kv_indices", kv_indices, q, stream_);
+    const Array &indices = views.add("kv_indices", kv_indices, q, stream);
     indices.dtypes({KDTREE_I32, KDTREE_I64}).rank(1, "[rows]").dense_innermost();
     p.kv_indices = indices.data;
     p.kv_indices_len = indices.shape[0];
     p.kv_indices_dtype = indices.dtype;
   }
-  const Array &prefix = views.add("prefix_lens", prefix_lens_, q, stream_);
+  const Array &prefix = views.add("prefix_lens", prefix_lens_, q, stream);
   prefix.dtypes({KDTREE_I32}).dims({batch}, "[B]").dense_innermost();
   p.prefix_lens = prefix.as<int32_t>();
   if (!visibility.is_none()) {
-    const Array &words = views.add("visibility", visibility, q, stream_);
+    const Array &words = views.add("visibility", visibility, q, stream);
     words.dtypes({KDTREE_I64}).dims({batch, qlen}, "[B, Q]").dense_innermost();
     p.visibility = words.as<int64_t>();
     p.visibility_stride_b = words.strides[0];
   }
   if (!num_nodes.is_none()) {
-    const Array &nodes = views.add("num_nodes", num_nodes, q, stream_);
+    const Array &nodes = views.add("num_nodes", num_nodes, q, stream);
     nodes.dtypes({KDTREE_I32}).dims({batch}, "[B]").dense_innermost();
     p.num_nodes = nodes.as<int32_t>();
   }
@@ -544,7 +530,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   p.kv_scale = 1.0f;
   if (kv_scale.is_none()) {
   } else if (!PyFloat_Check(kv_scale.ptr()) && nb::hasattr(kv_scale, "__dlpack__")) {
-    const Array &scale = views.add("kv_scale", kv_scale, q, stream_);
+    const Array &scale = views.add("kv_scale", kv_scale, q, stream);
     scale.dtypes({KDTREE_F32});
     if (scale.numel() != 1) scale.dims({1}, "of one element");
     p.kv_scale_ptr = scale.as<float>();
@@ -558,7 +544,6 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
                        std::to_string(p.kv_split));
   }
   const bool wants_lse = as_bool("return_lse", return_lse);
-  void *stream = stream_of(stream_, q);
 
   Array out = output("out", out_, q, {batch, qlen, heads, KDTREE_LATENT_DIM}, "[B, Q, H, 512]",
                      q.dtype, stream);
@@ -570,7 +555,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
   }
 
   if (!workspace.is_none()) {
-    const Array &bytes = views.add("workspace", workspace, q, stream_);
+    const Array &bytes = views.add("workspace", workspace, q, stream);
     bytes.dtypes({kUInt8}).rank(1, "[bytes]").writable().contiguous();
     p.workspace = bytes.data;
     p.workspace_bytes = bytes.shape[0];
@@ -580,7 +565,7 @@ nb::object verify_attn(nb::handle q_, nb::handle kv_cache_, nb::handle block_tab
     if (q.on_cuda() && batch > 0)
       needed = verify_attn_workspace(nb::int_(batch), nb::int_(qlen), nb::int_(heads),
                                      q.device_type, q.device_id, p.kv_split == 0);
-    Workspace scratch(q, needed, stream, !stream_.is_none());
+    Workspace scratch(q, needed, stream);
     p.workspace = scratch.data;
     p.workspace_bytes = needed;
     call(kdtree_verify_attn, p, stream);
@@ -607,7 +592,7 @@ void set_walk(Params &p, const WalkViews &tree) {
   p.num_nodes = tree.num_nodes.as<int32_t>();
 }
 WalkViews walk_views(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
-                     nb::handle num_nodes, const Array &like, nb::handle stream, int64_t batch,
+                     nb::handle num_nodes, const Array &like, void *stream, int64_t batch,
                      int64_t qlen) {
   return {id_matrix("tree.draft_tokens", draft_tokens, like, stream, batch, qlen),
           id_matrix("tree.next_token", next_token, like, stream, batch, qlen),
@@ -633,11 +618,12 @@ Fields tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle ne
                    nb::handle num_nodes, nb::handle target_predict, nb::handle out,
                    nb::handle stream_) {
   Array target({"target_predict"}, target_predict, stream_);
+  void *stream = stream_of(stream_, target);
   target.dtypes({KDTREE_I32, KDTREE_I64}).rank(2, "[B, Q]").same_device(target).dense_innermost();
   const int64_t batch = target.shape[0], qlen = target.shape[1];
   check_qlen(target, qlen);
   const WalkViews tree =
-      walk_views(draft_tokens, next_token, next_sibling, num_nodes, target, stream_, batch, qlen);
+      walk_views(draft_tokens, next_token, next_sibling, num_nodes, target, stream, batch, qlen);
   auto p = params_for<kdtree_tree_accept_params>(target);
   p.batch = batch;
   p.qlen = qlen;
@@ -645,7 +631,7 @@ Fields tree_accept(nb::handle draft_tokens, nb::handle next_token, nb::handle ne
   p.target_predict = target.data;
   p.target_predict_stride_b = target.strides[0];
   p.target_predict_dtype = target.dtype;
-  return run_accept(kdtree_tree_accept, p, target, out, stream_of(stream_, target));
+  return run_accept(kdtree_tree_accept, p, target, out, stream);
 }
 
 Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::handle next_sibling,
@@ -653,13 +639,14 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
                           nb::handle temperature, nb::handle seeds, nb::handle vocab_size,
                           nb::handle out, nb::handle stream_) {
   Array logits({"logits"}, logits_, stream_);
+  void *stream = stream_of(stream_, logits);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).rank(3, "[B, Q, V]").same_device(logits);
   logits.dense_innermost();
   const int64_t batch = logits.shape[0], qlen = logits.shape[1];
   check_qlen(logits, qlen);
   check_dim(logits, "V", logits.shape[2], 1, INT32_MAX);
   const WalkViews tree =
-      walk_views(draft_tokens, next_token, next_sibling, num_nodes, logits, stream_, batch, qlen);
+      walk_views(draft_tokens, next_token, next_sibling, num_nodes, logits, stream, batch, qlen);
   auto p = params_for<kdtree_tree_accept_logits_params>(logits);
   p.batch = batch;
   p.qlen = qlen;
@@ -667,7 +654,7 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
   std::vector<Array> keep;
   keep.reserve(4);
   if (!positions.is_none()) {
-    keep.push_back(input("tree.positions", positions, logits, stream_));
+    keep.push_back(input("tree.positions", positions, logits, stream));
     keep.back().dtypes({KDTREE_I64}).dims({batch, qlen}, "[B, Q]").dense_innermost();
     p.positions = keep.back().as<int64_t>();
     p.positions_stride_b = keep.back().strides[0];
@@ -682,7 +669,7 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
   if (temperature.is_none()) {
   } else if (!PyFloat_Check(temperature.ptr()) && nb::hasattr(temperature, "__dlpack__")) {
     keep.push_back(
-        vector_of("temperature", temperature, logits, stream_, batch, "[B]", {KDTREE_F32}));
+        vector_of("temperature", temperature, logits, stream, batch, "[B]", {KDTREE_F32}));
     p.temperature_ptr = keep.back().as<float>();
   } else {
     const double value = as_float("temperature", temperature);
@@ -695,10 +682,10 @@ Fields tree_accept_logits(nb::handle draft_tokens, nb::handle next_token, nb::ha
     if (needs_seeds)
       throw ValueError("seeds: expected an int64 [B] array together with a temperature, got None");
   } else {
-    keep.push_back(vector_of("seeds", seeds, logits, stream_, batch, "[B]", {KDTREE_I64}));
+    keep.push_back(vector_of("seeds", seeds, logits, stream, batch, "[B]", {KDTREE_I64}));
     p.seeds = keep.back().as<int64_t>();
   }
-  return run_accept(kdtree_tree_accept_logits, p, logits, out, stream_of(stream_, logits));
+  return run_accept(kdtree_tree_accept_logits, p, logits, out, stream);
 }
 
 void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_lens,
@@ -706,16 +693,24 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
                nb::handle stream_) {
   // The layers: a list or tuple of caches, or one stacked array.
   std::vector<Array> layers;
+  void *stream = nullptr;
+  const auto add = [&](Name name, nb::handle layer) {
+    if (!layers.empty()) {
+      layers.emplace_back(name, layer, stream);
+      return;
+    }
+    layers.emplace_back(name, layer, stream_);
+    stream = stream_of(stream_, layers.front());
+  };
   const bool listed = PyList_Check(kv_caches.ptr()) || PyTuple_Check(kv_caches.ptr());
   if (listed) {
     const nb::object items = nb::borrow(kv_caches);
     layers.reserve(nb::len(items));
-    for (nb::handle item : items)
-      layers.emplace_back(Name{"kv_caches", static_cast<int64_t>(layers.size())}, item, stream_);
+    for (nb::handle item : items) add({"kv_caches", static_cast<int64_t>(layers.size())}, item);
     if (layers.empty())
       throw ValueError("kv_caches: expected at least one layer, got an empty list");
   } else {
-    layers.emplace_back(Name{"kv_caches"}, kv_caches, stream_);
+    add({"kv_caches"}, kv_caches);
   }
   const Array &first = layers.front();
   first.same_device(first);
@@ -742,11 +737,11 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
                          shape_text(layer.strides, layer.ndim));
   }
 
-  Array index({"accept.accept_index"}, accept_index, stream_);
+  Array index({"accept.accept_index"}, accept_index, stream);
   index.dtypes({KDTREE_I32}).rank(2, "[B, Q]").same_device(first).dense_innermost();
   const int64_t batch = index.shape[0], qlen = index.shape[1];
   check_qlen(index, qlen);
-  Array count = vector_of("accept.accept_token_num", accept_token_num, first, stream_, batch, "[B]",
+  Array count = vector_of("accept.accept_token_num", accept_token_num, first, stream, batch, "[B]",
                           {KDTREE_I32});
   auto p = params_for<kdtree_commit_kv_params>(first);
   p.batch = batch;
@@ -775,13 +770,13 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
     throw ValueError("block_table: expected an array, or None together with cache_loc");
   if (!prefix_lens.is_none()) {
     keep.push_back(
-        vector_of("prefix_lens", prefix_lens, first, stream_, batch, "[B]", {KDTREE_I32}));
+        vector_of("prefix_lens", prefix_lens, first, stream, batch, "[B]", {KDTREE_I32}));
     p.prefix_lens = keep.back().as<int32_t>();
   } else if (cache_loc.is_none()) {
     throw TypeError("prefix_lens: expected an int32 [B] array, got None");
   }
   if (!block_table.is_none()) {
-    keep.push_back(input("block_table", block_table, first, stream_));
+    keep.push_back(input("block_table", block_table, first, stream));
     const Array &table = keep.back();
     table.dtypes({KDTREE_I32}).rank(2, "[B, M]");
     table.dims({batch, table.shape[1]}, "[B, M]").dense_innermost();
@@ -789,7 +784,7 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
     p.block_table_stride_b = table.strides[0];
     p.block_table_width = table.shape[1];
   } else {
-    keep.push_back(input("cache_loc", cache_loc, first, stream_));
+    keep.push_back(input("cache_loc", cache_loc, first, stream));
     const Array &rows = keep.back();
     rows.dtypes({KDTREE_I64}).dims({batch, qlen}, "[B, Q]").dense_innermost();
     p.cache_loc = rows.as<int64_t>();
@@ -798,7 +793,7 @@ void commit_kv(nb::handle kv_caches, nb::handle block_table, nb::handle prefix_l
   p.accept_index = index.as<int32_t>();
   p.accept_index_stride_b = index.strides[0];
   p.accept_token_num = count.as<int32_t>();
-  call(kdtree_commit_kv, p, stream_of(stream_, first));
+  call(kdtree_commit_kv, p, stream);
 }
 
 // Every array and scalar may arrive as None: an error that names it is ours to raise.

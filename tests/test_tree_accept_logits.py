@@ -236,9 +236,25 @@ def test_strided_logits_are_used_as_they_are(backend, rng):
     tree = random_trees(rng, 4, 5, 2)
     whole = rng.standard_normal((8, 7, 99)).astype(np.float32)
     view = (slice(None, None, 2), slice(1, 6), slice(3, 83))
-    want = reference.tree_accept_logits(tree, whole[view])
-    got = kdtree.tree_accept_logits(backend.put(tree), backend.array(whole)[view])
-    assert_same(backend.get(got), want)
+    for options in ({}, {"temperature": 0.9, "seeds": np.arange(4)}):
+        want = reference.tree_accept_logits(tree, whole[view], **options)
+        given = {k: backend.put(v) for k, v in options.items()}
+        got = kdtree.tree_accept_logits(backend.put(tree), backend.array(whole)[view], **given)
+        assert_same(backend.get(got), want)
+
+
+@pytest.mark.parametrize("batch", [20, 40, 70, 140])
+@pytest.mark.parametrize("live", ["most", "few"])
+def test_batches_with_padding(device, rng, batch, live):
+    """On CUDA the live requests share the GPU's blocks, wherever in the batch they are."""
+    tree = random_trees(rng, batch, 4, 2)
+    if live == "few":
+        tree.num_nodes[rng.permutation(batch)[4:]] = 0
+    logits = rng.standard_normal((batch, 4, 20_000), np.float32)
+    logits[..., :2] += 10
+    check(device, tree, logits.astype(F16))
+    heat = rng.choice([0, 0.7], batch).astype(np.float32)
+    check(device, tree, logits.astype(F16), temperature=heat, seeds=np.arange(batch))
 
 
 @pytest.mark.parametrize("batch", [0, 1])

@@ -128,7 +128,8 @@ struct Inbox {
           : "memory");
 #endif
   }
-  // By all threads, for the inbox's rounds 0, 1, 2... in turn.
+  // By all threads, for the inbox's rounds 0, 1, 2... in turn. What came lies in this block's own
+  // shared memory: no more is acquired than that, which leaves L1 as it is.
   __device__ __forceinline__ void wait(int round) {
     if (size() == 1) {
       __syncthreads();
@@ -139,7 +140,7 @@ struct Inbox {
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}" ::"r"(address(&barrier)),
         "r"(round & 1)

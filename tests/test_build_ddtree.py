@@ -32,6 +32,14 @@ def random_options(rng, budget):
     return options
 
 
+def test_scores_that_differ_in_their_last_bits(device, rng):
+    inputs = case(rng, 20, 8, 16, ties=True)
+    near = -1 - rng.integers(0, 6, inputs[0].shape) * 2.0**-23
+    inputs[0][:] = -np.sort(-near.astype(np.float32), axis=-1)
+    for chain_seed in (False, True):
+        check(device, *inputs, budget=64, chain_seed=chain_seed)
+
+
 def test_random_cases(device, rng):
     """200,000 with KDTREE_TEST_FULL=1, half of them full of exact ties."""
     for number in range(2000 if FULL else 40):

@@ -3,10 +3,12 @@
 // A block takes one tile of 64 rows of a request and a piece of its keys, 64 keys at a time.
 // Warpgroup 0 owns the left 256 columns of the output, warpgroup 1 the right ones, in registers;
 // scores of even key blocks are warpgroup 0's, of odd ones warpgroup 1's, and the probabilities
-// reach the other one through shared memory. A third warpgroup brings keys into two buffers.
+// reach the other one through shared memory. A third warpgroup brings keys into two buffers, each
+// of its warps a piece of them.
 //
 // Per row and key 1,088 multiply-adds; 64 rows do 121 FLOP per byte of a key, so the matrix units
-// (790 TF) bound it.
+// (790 TF) bound it: 2,176 cycles a key block. Reads and writes of shared memory, 303 KB at 128
+// bytes a cycle, take 2,368. It takes 2,520.
 #include <algorithm>
 #include <cmath>
 
@@ -30,29 +32,36 @@ constexpr int kKeys = 64;           // of a key block
 constexpr int kPanels = kDim / 64;  // of 64 features: 128 bytes of a row
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kTileBytes = kPanels * kPanelBytes;
+constexpr int kPagesAhead = 4;  // key blocks whose table entries are there or on their way
 constexpr int kConsumers = 256;
 constexpr int kProducers = 128;
 constexpr int kThreads = kConsumers + kProducers;
-// A key block comes and goes in two pieces: the left half of its values, and the rest. A piece is
-// 8 keys by its panels, then the next 8 keys: so the copy engine leaves it, a whole page at a time.
+// A key block comes and goes in pieces: its values in pieces of two panels, two for each warpgroup,
+// and the rope panel. A piece is 8 keys by its panels, then the next 8 keys: so the copy engine
+// leaves it, a whole page at a time.
+constexpr int kPieces = 5, kRope = 4;
 __host__ __device__ constexpr int first_panel(int piece) {
-  return piece == 0 ? 0 : piece == 1 ? 4 : kPanels;
+  return 2 * piece;
 }
 __host__ __device__ constexpr int piece_panels(int piece) {
-  return first_panel(piece + 1) - first_panel(piece);
+  return piece == kRope ? 1 : 2;
 }
 __host__ __device__ constexpr int piece_start(int piece) {
   return first_panel(piece) * kPanelBytes;
+}
+// The order in which pieces come free, are brought, and are multiplied by q.
+__host__ __device__ constexpr int nth_piece(int i) {
+  return i == 0 ? kRope : i == 1 ? 0 : i == 2 ? 2 : i == 3 ? 1 : 3;
 }
 // A maximum that grows by less than this (in log2) leaves the old one in use: probabilities stay
 // below 2^8, and the output is seldom rescaled.
 constexpr float kSlack = 8;
 
-enum Barrier { kConsumerBarrier = 1, kProducerBarrier, kReadyBarrier, kLeftBarrier, kRightBarrier };
+enum Barrier { kConsumerBarrier = 1, kProducerBarrier };
 
 struct Keys {
-  CUtensorMap pieces[2];  // boxes: [page, 8 keys, panel, key, 64 features]
-  int box_rows;           // min(page_size, 64), or 0 where the copy engine is not used
+  CUtensorMap values, rope;  // boxes of a piece: [page, 8 keys, panel, key, 64 features]
+  int box_rows;              // min(page_size, 64), or 0 where the copy engine is not used
 };
 
 // What a block works on: rows first_row.. of a request, and a piece of its keys.
@@ -94,17 +103,27 @@ __device__ __forceinline__ int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
 }
 
+// What the loop over key blocks needs of it.
+struct Loop {
+  int steps, plain, boxed;
+  int offset;  // of the first key from the root
+};
+
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char keys[2][kTileBytes];
   alignas(1024) unsigned char probabilities[kPanelBytes];  // rows by keys, of the latest key block
-  uint64_t full[2][2], empty[2][2];                        // buffer, piece
-  uint64_t shared_out[2];   // warpgroup's probabilities and maximum are there
-  uint64_t summed;          // the sums are
-  uint64_t tile_nodes;      // that any row of the tile sees
-  uint64_t nodes[kRows];    // that a row sees
-  float top[kRows];         // maximum in use as of the latest key block
-  float sums[2][2][kRows];  // warpgroup; exact, and as rounded to T
+  uint64_t full[2][kPieces], empty[2][kPieces];            // by buffer
+  uint64_t shared_out[2][4];                   // a warp's probabilities and maxima are there
+  uint64_t ready;                              // q, nodes and block are
+  uint64_t scored;                             // the scores of an odd key block are under way
+  uint64_t summed;                             // the sums are
+  uint64_t tile_nodes;                         // that any row of the tile sees
+  uint64_t nodes[kRows];                       // that a row sees
+  Block block;                                 // for the gathered keys and the results
+  int pages[kProducers / 32][kPagesAhead][8];  // table entries: warp, step, lane
+  float top[kRows];                            // maximum in use as of the latest key block
+  float sums[2][2][kRows];                     // warpgroup; exact, and as rounded to T
 };
 static_assert(sizeof(Shared) <= 232448);
 
@@ -134,141 +153,166 @@ __device__ void write_nothing(const Params &a, const Block &block) {
 
 // ---- producers
 
-// The page of a position, or -1 where the table or the cache has none.
-__device__ __forceinline__ int page_of(const Params &a, const Request &request, int position) {
-  const void *entry = attention::entry_of(a, request, position);
-  if (entry == nullptr) return -1;
-  const int64_t page = a.entry_bytes == 4 ? *static_cast<const int32_t *>(entry)
-                                          : *static_cast<const int64_t *>(entry);
-  return page >= 0 && page < a.p.num_pages ? static_cast<int>(page) : -1;
-}
-
 __device__ __forceinline__ void wait_empty(Shared &shared, int step, int piece) {
   if (step >= 2) wait(shared.empty[step % 2][piece], step / 2 % 2 ^ 1);
 }
 
-// Whole boxes of pages, by one warp; each lane one page of a key block. Many tiles, which go
-// through the same keys side by side, take turns in asking L2 for those of later steps.
+// Whole boxes of pages: a piece of the values by each warp, and the rope panel by the last one;
+// each lane one page of a key block. Many tiles, which go through the same keys side by side, take
+// turns in asking L2 for those of later steps.
 __device__ __forceinline__ void copy_pages(const Params &a, const Keys &keys, const Block &block,
-                                           Shared &shared, int steps, int lane) {
-  constexpr int kAhead = 4;  // steps that pages are looked up before they are copied
+                                           Shared &shared, int warp, int lane) {
   constexpr int kManyTiles = 4;
   const int pages = kKeys / keys.box_rows;
   if (lane >= pages) return;
   const unsigned lanes = (1u << pages) - 1;
-  int position = block.keys.begin + lane * keys.box_rows;
-  const auto look_up = [&](int step, int ahead) {
-    return step < steps ? page_of(a, block.request, position + ahead * kKeys) : -1;
+  const int first = block.keys.begin + lane * keys.box_rows;
+  // Entries of the table come through shared memory, so that no instruction waits for them. One
+  // that is outside the cache is outside the tensor too, and reads zeros.
+  const auto entry = [&](int step) -> int & {
+    return shared.pages[warp][step % kPagesAhead][lane];
   };
-  const auto group_in_page = [&](int ahead) {
-    return ((position + ahead * kKeys) & (static_cast<int>(a.p.page_size) - 1)) / 8;
+  const auto look_up = [&](int step) {
+    const void *from =
+        step < block.boxed ? attention::entry_of(a, block.request, first + step * kKeys) : nullptr;
+    if (from != nullptr)
+      copy_async<4>(shared_address(&entry(step)), from, true);
+    else
+      entry(step) = -1;
+    commit_copies();
   };
-  int ahead[kAhead + 1];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i + 1] = look_up(i, i);
+  const auto group_in_page = [&](int step) {
+    return ((first + step * kKeys) & (static_cast<int>(a.p.page_size) - 1)) / 8;
+  };
+  const auto map = [&](int piece) -> const CUtensorMap & {
+    return piece == kRope ? keys.rope : keys.values;
+  };
+  const auto copy = [&](int step, int piece) {
+    uint64_t &full = shared.full[step % 2][piece];
+    const unsigned char *to = shared.keys[step % 2] + piece_start(piece) +
+                              lane * keys.box_rows * (piece_panels(piece) * 128);
+    wait_empty(shared, step, piece);
+    if (lane == 0) {
+      arrive(full, kProducers / 32 - 1);
+      arrive_expecting(full, piece_panels(piece) * kPanelBytes);
+    }
+    __syncwarp(lanes);
+    copy_box(shared_address(to), map(piece), first_panel(piece), group_in_page(step), entry(step),
+             full);
+  };
+  for (int step = 0; step < kPagesAhead - 1; ++step) look_up(step);
   int turn = a.tiles >= kManyTiles ? static_cast<int>(blockIdx.x % a.tiles) : -1;
-  for (int step = 0; step < steps; ++step, position += kKeys) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = ahead[i + 1];
-    ahead[kAhead] = look_up(step + kAhead, kAhead);
+  for (int step = 0; step < block.boxed; ++step) {
+    look_up(step + kPagesAhead - 1);
+    wait_copies<1>();
     if (turn-- == 0) {
       turn = a.tiles - 1;
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece)
-        prefetch_box(keys.pieces[piece], first_panel(piece), group_in_page(kAhead - 1),
-                     ahead[kAhead - 1]);
+      const int later = step + kPagesAhead - 2;
+      const auto prefetch = [&](int piece) {
+        prefetch_box(map(piece), first_panel(piece), group_in_page(later), entry(later));
+      };
+      prefetch(warp);
+      if (warp == kPieces - 2) prefetch(kRope);
     }
-#pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      uint64_t &full = shared.full[step % 2][piece];
-      const unsigned char *to = shared.keys[step % 2] + piece_start(piece) +
-                                lane * keys.box_rows * (piece_panels(piece) * 128);
-      wait_empty(shared, step, piece);
-      if (lane == 0) arrive_expecting(full, piece_panels(piece) * kPanelBytes);
-      __syncwarp(lanes);
-      copy_box(shared_address(to), keys.pieces[piece], first_panel(piece), group_in_page(0),
-               ahead[0], full);
-    }
+    if (step == 1) wait(shared.ready, 0);  // q comes first
+    if (warp == kPieces - 2) copy(step, kRope);
+    copy(step, warp);
   }
-}
-
-// A gathered piece is there, once its copies are where they still run.
-__device__ __forceinline__ void publish_piece(Shared &shared, int step, int piece, int thread,
-                                              bool copies) {
-  uint64_t &full = shared.full[step % 2][piece];
-  if (copies) attach_copies(full);
-  sync_threads(kProducerBarrier, kProducers);
-  if (thread == 0) arrive(full);
 }
 
 // Row by row, by all producers, eight threads a key; keys that no row of the tile sees, and those
 // whose table entry is bad, become zeros. e4m3 keys arrive as 8 bytes in the first half of their
 // 16-byte place and are widened there, exactly, by the thread that copied them.
 template <class T, bool Fp8>
-__device__ __forceinline__ void gather_keys(const Params &a, const Block &block, Shared &shared,
-                                            int step, int thread) {
+__device__ __forceinline__ void gather_keys(const Params &a, Shared &shared, int thread) {
   constexpr int kAtOnce = kProducers / 8, kEach = kKeys / kAtOnce;
   constexpr int kChunk = Fp8 ? 8 : 16;  // bytes in the cache
+  const Block &block = shared.block;
   const int key = thread / 8;
-  const uint64_t tile_nodes = shared.tile_nodes;
-  const auto find = [&](int position) {
-    if (position >= block.keys.end || !attention::sees(tile_nodes, position - block.request.prefix))
-      return -1;
-    return page_of(a, block.request, position);
+  // Of its group's keys, each of four threads looks up one. An entry of the table, in two words, is
+  // not looked at before its turn, a step later, so that nothing waits for it.
+  const int own = thread % kEach * kAtOnce + key;
+  struct {
+    int low, high;
+  } entry;
+  const auto look_up = [&](int step) {
+    const int position = block.keys.begin + step * kKeys + own;
+    entry.low = -1, entry.high = 0;
+    if (position >= block.keys.end ||
+        !attention::sees(shared.tile_nodes, position - block.request.prefix))
+      return;
+    const void *from = attention::entry_of(a, block.request, position);
+    if (from == nullptr) return;
+    entry.low = static_cast<const int *>(from)[0];
+    if (a.entry_bytes == 8) entry.high = static_cast<const int *>(from)[1];
+  };
+  // Bytes to the key that was looked up, or -1 where the cache has no such page.
+  const auto offset = [&](int step) -> int64_t {
+    if (entry.high != 0 || entry.low < 0 || entry.low >= a.p.num_pages) return -1;
+    const int in_page =
+        (block.keys.begin + step * kKeys + own) & (static_cast<int>(a.p.page_size) - 1);
+    return (entry.low * a.p.kv_stride_page + in_page * a.p.kv_stride_row) * (kChunk / 8);
   };
   // Where this thread's chunk of a key and panel goes.
   const auto place = [&](int buffer, int piece, int i, int panel) {
     const int groups = (key / 8 + i * (kAtOnce / 8)) * piece_panels(piece);
     return shared.keys[buffer] + piece_start(piece) + key % 8 * 128 + ((thread ^ key) & 7) * 16 +
-           (groups + panel - first_panel(piece)) * (kPanelBytes / 8);
+           (groups + panel) * (kPanelBytes / 8);
   };
-  int position = block.keys.begin + step * kKeys + key;
-  int next[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) next[i] = find(position + i * kAtOnce);
-  for (; step < block.steps; ++step, position += kKeys) {
+  // A warp's part of a piece is there.
+  const auto publish = [&](int buffer, int piece, bool copies) {
+    uint64_t &full = shared.full[buffer][piece];
+    if (copies) attach_copies(full);
+    __syncwarp();
+    if (thread % 32 == 0) arrive(full);
+  };
+  look_up(block.boxed);
+  for (int step = block.boxed; step < block.steps; ++step) {
+    const int64_t own_offset = offset(step);
+    look_up(step + 1);
     const char *from[kEach];
     bool valid[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int in_page = (position + i * kAtOnce) & (static_cast<int>(a.p.page_size) - 1);
-      valid[i] = next[i] >= 0;
-      from[i] = static_cast<const char *>(a.p.kv_cache) + thread % 8 * kChunk;
-      if (valid[i])
-        from[i] += (next[i] * a.p.kv_stride_page + in_page * a.p.kv_stride_row) * (kChunk / 8);
-    }
-    if (step + 1 < block.steps) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) next[i] = find(position + kKeys + i * kAtOnce);
+      const int64_t found = __shfl_sync(~0u, own_offset, thread % 32 / 8 * 8 + i);
+      valid[i] = found >= 0;
+      from[i] =
+          static_cast<const char *>(a.p.kv_cache) + (valid[i] ? found : 0) + thread % 8 * kChunk;
     }
 #pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
+    for (int j = 0; j < kPieces; ++j) {
+      const int piece = nth_piece(j);
       wait_empty(shared, step, piece);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
-        for (int panel = first_panel(piece); panel < first_panel(piece + 1); ++panel)
+        for (int panel = 0; panel < piece_panels(piece); ++panel)
           copy_async<kChunk>(shared_address(place(step % 2, piece, i, panel)),
-                             from[i] + panel * 8 * kChunk, valid[i]);
+                             from[i] + (first_panel(piece) + panel) * 8 * kChunk, valid[i]);
       }
       if (Fp8)
         commit_copies();
       else
-        publish_piece(shared, step, piece, thread, true);
+        publish(step % 2, piece, true);
     }
 #pragma unroll
-    for (int piece = 0; Fp8 && piece < 2; ++piece) {
-      piece == 0 ? wait_copies<1>() : wait_copies<0>();
+    for (int j = 0; Fp8 && j < kPieces; ++j) {
+      const int piece = nth_piece(j);
+      j == 0   ? wait_copies<4>()
+      : j == 1 ? wait_copies<3>()
+      : j == 2 ? wait_copies<2>()
+      : j == 3 ? wait_copies<1>()
+               : wait_copies<0>();
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
-        for (int panel = first_panel(piece); panel < first_panel(piece + 1); ++panel) {
+        for (int panel = 0; panel < piece_panels(piece); ++panel) {
           unsigned char *chunk = place(step % 2, piece, i, panel);
           *reinterpret_cast<uint4 *>(chunk) =
               attention::widen<T>(*reinterpret_cast<const uint2 *>(chunk));
         }
       }
-      publish_piece(shared, step, piece, thread, false);
+      publish(step % 2, piece, false);
     }
   }
 }
@@ -277,17 +321,15 @@ template <class T>
 __device__ __forceinline__ void produce(const Params &a, const Keys &keys, const Block &block,
                                         Shared &shared) {
   const int thread = threadIdx.x - kConsumers;
-  if (thread < 32) {
-    if (block.boxed > 0) copy_pages(a, keys, block, shared, block.boxed, thread);
-    __syncwarp();
-  }
-  // tile_nodes is there; and nobody waits for a buffer before its turn.
-  sync_threads(kReadyBarrier, kThreads);
+  if (block.boxed > 0) copy_pages(a, keys, block, shared, uniform(thread / 32), thread % 32);
+  __syncwarp();
   if (block.boxed == block.steps) return;
+  sync_threads(kProducerBarrier, kProducers);  // nobody waits for a buffer before its turn
+  wait(shared.ready, 0);
   if (a.p.kv_dtype == KDTREE_F8E4M3)
-    gather_keys<T, true>(a, block, shared, block.boxed, thread);
+    gather_keys<T, true>(a, shared, thread);
   else
-    gather_keys<T, false>(a, block, shared, block.boxed, thread);
+    gather_keys<T, false>(a, shared, thread);
 }
 
 // ---- consumers
@@ -340,54 +382,52 @@ __device__ __forceinline__ void load_q(const Params &a, const Block &block, Shar
 // One warpgroup's part of the results. Lane 4g + t of warp w has rows 16w + g and 16w + g + 8
 // (h = 0, 1), and of each 8 columns or keys n the elements 2t, 2t + 1: x[4n + 2h], x[4n + 2h + 1].
 struct Results {
-  float out[128] = {};
+  float out[2][64] = {};                  // by piece of the values
   float top[2] = {-INFINITY, -INFINITY};  // maximum in use
   float exact[2] = {}, rounded[2] = {};   // this lane's part of the sums
 };
 
-// Puts the sums on a new maximum; factor: what the output is to be multiplied by. Returns whether
-// any row of the warp needs that.
-__device__ __forceinline__ bool move_top(Results &r, const float (&top)[2], float (&factor)[2]) {
-  bool any = false;
+// Puts the sums on a new maximum; factor: what the output is to be multiplied by.
+__device__ __forceinline__ void move_top(Results &r, const float (&top)[2], float (&factor)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    any |= r.top[h] != top[h];
     factor[h] = top[h] == -INFINITY ? 1 : attention::exp2(r.top[h] - top[h]);
     r.top[h] = top[h];
     r.exact[h] *= factor[h], r.rounded[h] *= factor[h];
   }
-  return __any_sync(~0u, any);
 }
 
 __device__ __forceinline__ void multiply_out(Results &r, const float (&factor)[2]) {
 #pragma unroll
   for (int n = 0; n < 64; ++n) {
-    r.out[2 * n] *= factor[n % 2];
-    r.out[2 * n + 1] *= factor[n % 2];
+    r.out[n / 32][n % 32 * 2] *= factor[n % 2];
+    r.out[n / 32][n % 32 * 2 + 1] *= factor[n % 2];
   }
 }
 
-// Waits for a piece of the key block that a buffer holds; turn: the buffer's how manieth.
-__device__ __forceinline__ void wait_full(Shared &shared, int buffer, int piece, int turn,
-                                          bool gathered) {
-  wait(shared.full[buffer][piece], turn % 2);
-  if (gathered) fence_async();
+__device__ __forceinline__ void settle_out(Results &r) {
+  settle(r.out[0]);
+  settle(r.out[1]);
 }
 
-// scores = q keys, for one piece of the features.
+// scores += q keys, for one piece of the features, once it is there. turn: how many key blocks the
+// buffer has held before.
 template <class T, int Piece>
-__device__ __forceinline__ void score(Shared &shared, int buffer, float (&s)[32]) {
-  const uint32_t q = along_rows(shared_address(shared.q));
+__device__ __forceinline__ void score(Shared &shared, int buffer, int turn, bool gathered,
+                                      float (&s)[32]) {
+  const uint32_t q = along_rows(shared_address(shared.q)) + first_panel(Piece) * (kPanelBytes / 16);
   const uint32_t k = along_rows(shared_address(shared.keys[buffer]) + piece_start(Piece));
   constexpr int kStride = piece_panels(Piece) * kTile;
+  wait(shared.full[buffer][Piece], turn % 2);
+  if (gathered) fence_async();
   fence_products();
 #pragma unroll
-  for (int panel = first_panel(Piece); panel < first_panel(Piece + 1); ++panel) {
+  for (int panel = 0; panel < piece_panels(Piece); ++panel) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t to_q = q + panel * (kPanelBytes / 16) + i * 2;
-      const uint32_t to_k = k + (panel - first_panel(Piece)) * kTile + i * 2;
-      if (panel == 0 && i == 0)
+      const uint32_t to_k = k + panel * kTile + i * 2;
+      if (Piece == nth_piece(0) && panel == 0 && i == 0)
         multiply_scores<T, 0, kStride>(s, to_q, to_k);
       else
         multiply_scores<T, 1, kStride>(s, to_q, to_k);
@@ -396,33 +436,22 @@ __device__ __forceinline__ void score(Shared &shared, int buffer, float (&s)[32]
   commit_products();
 }
 
-// Half the columns of a key block, as values: piece `Half` but for the rope part.
-template <int Half>
-__device__ __forceinline__ uint32_t values(const Shared &shared, int buffer) {
-  return down_rows(shared_address(shared.keys[buffer]) + piece_start(Half));
-}
-
-// out += probabilities values, for 64 keys; the probabilities from registers,
+// out += probabilities values, for 64 keys and half the columns; a group of products for each
+// piece.
 template <class T, int Half>
 __device__ __forceinline__ void add_values(Results &r, const Shared &shared, int buffer,
                                            const uint32_t (&p)[16]) {
-  constexpr int kStride = piece_panels(Half) * kTile;
-  const uint32_t v = values<Half>(shared, buffer);
+  constexpr int kStride = 2 * kTile;
   fence_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) multiply_values<T, kStride>(r.out, p + 4 * i, v + i * 2 * kStride);
-  commit_products();
-}
-// or as the other warpgroup left them.
-template <class T, int Half>
-__device__ __forceinline__ void add_values(Results &r, const Shared &shared, int buffer) {
-  constexpr int kStride = piece_panels(Half) * kTile;
-  const uint32_t v = values<Half>(shared, buffer);
-  const uint32_t p = along_rows(shared_address(shared.probabilities));
-  fence_products();
+  for (int piece = 0; piece < 2; ++piece) {
+    const uint32_t v =
+        down_rows(shared_address(shared.keys[buffer]) + piece_start(2 * Half + piece));
 #pragma unroll
-  for (int i = 0; i < 4; ++i) multiply_values<T, kStride>(r.out, p + i * 2, v + i * 2 * kStride);
-  commit_products();
+    for (int i = 0; i < 4; ++i)
+      multiply_values<T, kStride>(r.out[piece], p + 4 * i, v + i * 2 * kStride);
+    commit_products();
+  }
 }
 
 // Takes what a row does not see out of its scores. offset: of the first key from the root.
@@ -453,175 +482,214 @@ __device__ __forceinline__ void multiply_all(float (&x)[N], float factor) {
   for (int i = 0; i < N; ++i) x[i] *= factor;
 }
 
-// The maximum to use from now on: at least the old one, at most kSlack below the true one.
-__device__ __forceinline__ void find_top(const float (&s)[32], float scale, const float (&old)[2],
-                                         float (&top)[2]) {
+// Raises the maximum in use, where one of the warp's scores is above it by more than kSlack; then
+// the output is to be multiplied by `factor`.
+__device__ __forceinline__ bool raise_top(const float (&s)[32], float scale, Results &r,
+                                          float (&factor)[2]) {
+  float x[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float x = -INFINITY;
+    x[h] = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x = fmaxf(x, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2)) * scale;
-    top[h] = x > old[h] + kSlack ? x : old[h];
+    for (int n = 1; n < 8; ++n) x[h] = fmaxf(x[h], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+    x[h] *= scale;
   }
+  if (!__any_sync(~0u, x[0] > r.top[0] + kSlack || x[1] > r.top[1] + kSlack)) return false;
+  float top[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    x[h] = fmaxf(x[h], __shfl_xor_sync(~0u, x[h], 1));
+    x[h] = fmaxf(x[h], __shfl_xor_sync(~0u, x[h], 2));
+    top[h] = x[h] > r.top[h] + kSlack ? x[h] : r.top[h];
+  }
+  move_top(r, top, factor);
+  return true;
 }
 
-// Scores to probabilities, as operands of the next product.
+// Scores to probabilities, in place and as operands of the next product.
 template <class T>
-__device__ __forceinline__ void exponentials(Results &r, const float (&s)[32], float scale,
+__device__ __forceinline__ void exponentials(const Results &r, float (&s)[32], float scale,
                                              uint32_t (&p)[16]) {
+  const float base[2] = {r.top[0] == -INFINITY ? 0 : r.top[0],
+                         r.top[1] == -INFINITY ? 0 : r.top[1]};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float base = r.top[h] == -INFINITY ? 0 : r.top[h];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float low = attention::exp2(s[4 * n + 2 * h] * scale - base);
-      const float high = attention::exp2(s[4 * n + 2 * h + 1] * scale - base);
-      r.exact[h] += low + high;
-      const uint32_t pair = pack<T>(low, high);
-      const float2 rounded = unpack<T>(pair);
-      r.rounded[h] += rounded.x + rounded.y;
-      p[2 * n + h] = pair;
-    }
+  for (int i = 0; i < 16; ++i) {
+    s[2 * i] = attention::exp2(s[2 * i] * scale - base[i % 2]);
+    s[2 * i + 1] = attention::exp2(s[2 * i + 1] * scale - base[i % 2]);
+    p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 }
 
-// Leaves probabilities and maximum for the other warpgroup.
+// Adds probabilities to the sums: behind the products that use them, for nobody waits for sums.
+template <class T>
+__device__ __forceinline__ void add_sums(Results &r, float (&s)[32], const uint32_t (&p)[16]) {
+  settle(s);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    r.exact[i % 2] += s[2 * i] + s[2 * i + 1];
+    const float2 rounded = unpack<T>(p[i]);
+    r.rounded[i % 2] += rounded.x + rounded.y;
+  }
+}
+
+// Where this lane finds, or leaves, row `lane % 16` of its warp's 8x8 matrices of probabilities: of
+// the i-th 16 keys.
+__device__ __forceinline__ uint32_t probabilities_of(const Shared &shared, int i) {
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  return shared_address(shared.probabilities) + row * 128 + (((i * 2 + lane / 16) ^ row) & 7) * 16;
+}
+
+// Leaves probabilities and maximum for the same warp of the other warpgroup, which has the same
+// rows and, in its turn, the same place.
 __device__ __forceinline__ void share(Shared &shared, int warpgroup, int row, const Results &r,
                                       const uint32_t (&p)[16]) {
   const int lane = threadIdx.x % 32;
-  const int to = threadIdx.x % 128 / 32 * 16 + lane % 16;  // row of a matrix
-  const uint32_t address = shared_address(shared.probabilities) + to * 128;
-  // All of this warpgroup's products have read what was there before.
-  sync_threads(warpgroup == 0 ? kLeftBarrier : kRightBarrier, 128);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    store_matrices(address + (((i * 2 + lane / 16) ^ to) & 7) * 16, p + 4 * i);
+  for (int i = 0; i < 4; ++i) store_matrices(probabilities_of(shared, i), p + 4 * i);
   if (lane % 4 == 0) shared.top[row] = r.top[0], shared.top[row + 8] = r.top[1];
-  fence_async();
-  arrive(shared.shared_out[warpgroup]);
+  __syncwarp();
+  if (lane == 0) arrive(shared.shared_out[warpgroup][threadIdx.x % 128 / 32]);
+}
+
+// Takes them, and puts the results on that maximum.
+__device__ __forceinline__ void take(Shared &shared, int warpgroup, int turn, int row, Results &r,
+                                     uint32_t (&p)[16]) {
+  wait(shared.shared_out[warpgroup][threadIdx.x % 128 / 32], turn % 2);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_matrices(p + 4 * i, probabilities_of(shared, i));
+  const float top[2] = {shared.top[row], shared.top[row + 8]};
+  __syncwarp();
+  if (__any_sync(~0u, r.top[0] != top[0] || r.top[1] != top[1])) {
+    float factor[2];
+    move_top(r, top, factor);
+    wait_products<0>();
+    settle_out(r);
+    multiply_out(r, factor);
+  }
 }
 
 __device__ __forceinline__ void release(Shared &shared, int buffer, int piece) {
   if (threadIdx.x % 32 == 0) arrive(shared.empty[buffer][piece]);
 }
 
-__device__ __forceinline__ void read_top(const Shared &shared, int row, float (&top)[2]) {
-  top[0] = shared.top[row], top[1] = shared.top[row + 8];
+// Scores to probabilities. Returns whether the results are to be multiplied by `factor`.
+template <class T>
+__device__ __forceinline__ bool soften(const Loop &loop, const Shared &shared, Scale scale, int row,
+                                       int step, float (&s)[32], Results &r, float (&factor)[2],
+                                       uint32_t (&p)[16]) {
+  if (scale.before != 1) multiply_all(s, scale.before);
+  if (step >= loop.plain) mask(shared, row, loop.offset + step * kKeys, s);
+  const bool changed = raise_top(s, scale.inside, r, factor);
+  exponentials<T>(r, s, scale.inside, p);
+  return changed;
 }
 
 // Warpgroup 0: scores of even key blocks, the left columns.
 template <class T>
-__device__ __forceinline__ void consume_left(const Block &block, Shared &shared, Scale scale,
-                                             int row, Results &r) {
+__device__ __forceinline__ void consume_left(const Loop &loop, Shared &shared, Scale scale, int row,
+                                             Results &r) {
   float s[32];
-  uint32_t p[16];
-  // A block whose probabilities are warpgroup 1's.
-  const auto add_odd = [&](int step) {
-    wait_full(shared, 1, 0, step / 2, step >= block.boxed);
-    wait(shared.shared_out[1], step / 2 % 2);
-    float top[2];
-    read_top(shared, row, top);
-    float factor[2];
-    if (move_top(r, top, factor)) {
-      wait_products<0>();
-      settle(r.out);
-      multiply_out(r, factor);
-    }
-    add_values<T, 0>(r, shared, 1);
-  };
-  for (int step = 0; step < block.steps; step += 2) {
-    const bool gathered = step >= block.boxed;
-    wait_full(shared, 0, 0, step / 2, gathered);
-    score<T, 0>(shared, 0, s);
-    wait_full(shared, 0, 1, step / 2, gathered);
-    score<T, 1>(shared, 0, s);
+  uint32_t p[16], other[16];
+  for (int step = 0; step < loop.steps; step += 2) {
+    const int turn = step / 2;
+    const bool gathered = step >= loop.boxed;
+    if (step > 0) wait(shared.scored, (turn - 1) % 2);
+    score<T, kRope>(shared, 0, turn, gathered, s);
+    score<T, 0>(shared, 0, turn, gathered, s);
+    score<T, 2>(shared, 0, turn, gathered, s);
+    score<T, 1>(shared, 0, turn, gathered, s);
+    score<T, 3>(shared, 0, turn, gathered, s);
     if (step > 0) {
-      add_odd(step - 1);
-      wait_products<1>();
+      take(shared, 1, turn - 1, row, r, other);
+      add_values<T, 0>(r, shared, 1, other);
+      wait_products<2>();
     } else {
       wait_products<0>();
     }
     settle(s);
-    if (scale.before != 1) multiply_all(s, scale.before);
-    if (step >= block.plain)
-      mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
-    float top[2];
-    find_top(s, scale.inside, r.top, top);
+    release(shared, 0, kRope);
     float factor[2];
-    const bool changed = move_top(r, top, factor);
-    exponentials<T>(r, s, scale.inside, p);
-    wait_products<0>();
-    settle(r.out);
-    if (step > 0) release(shared, 1, 0);
+    const bool changed = soften<T>(loop, shared, scale, row, step, s, r, factor, p);
     share(shared, 0, row, r, p);
+    if (step > 0) {
+      wait_products<1>();
+      release(shared, 1, 0);
+    }
+    wait_products<0>();
+    settle(other);
+    settle_out(r);
+    if (step > 0) release(shared, 1, 1);
     if (changed) multiply_out(r, factor);
     add_values<T, 0>(r, shared, 0, p);
-    wait_products<0>();
-    settle(r.out);
+    add_sums<T>(r, s, p);
+    wait_products<1>();
     release(shared, 0, 0);
+    wait_products<0>();
+    settle(p);
+    settle_out(r);
+    release(shared, 0, 1);
   }
-  if (block.steps % 2 == 0) add_odd(block.steps - 1);
+  if (loop.steps % 2 == 0) {
+    take(shared, 1, loop.steps / 2 - 1, row, r, other);
+    add_values<T, 0>(r, shared, 1, other);
+  }
   wait_products<0>();
-  settle(r.out);
+  settle_out(r);
 }
 
 // Warpgroup 1: scores of odd key blocks, the right columns.
 template <class T>
-__device__ __forceinline__ void consume_right(const Block &block, Shared &shared, Scale scale,
+__device__ __forceinline__ void consume_right(const Loop &loop, Shared &shared, Scale scale,
                                               int row, Results &r) {
   float s[32];
-  uint32_t p[16];
-  // A block whose probabilities are warpgroup 0's.
-  const auto add_even = [&](int step) {
-    wait_full(shared, 0, 1, step / 2, step >= block.boxed);
-    wait(shared.shared_out[0], step / 2 % 2);
-    float top[2];
-    read_top(shared, row, top);
-    float factor[2];
-    if (move_top(r, top, factor)) {
-      wait_products<0>();
-      settle(r.out);
-      multiply_out(r, factor);
-    }
-    add_values<T, 1>(r, shared, 0);
-  };
-  for (int step = 1; step < block.steps; step += 2) {
-    add_even(step - 1);
+  uint32_t p[16], other[16];
+  for (int step = 1; step < loop.steps; step += 2) {
+    const int turn = step / 2;
+    const bool gathered = step >= loop.boxed;
+    take(shared, 0, turn, row, r, other);
+    add_values<T, 1>(r, shared, 0, other);
+    score<T, kRope>(shared, 1, turn, gathered, s);
+    wait_products<2>();
+    release(shared, 0, 2);
     wait_products<1>();
-    if (step > 1) release(shared, 1, 1);
-    const bool gathered = step >= block.boxed;
-    wait_full(shared, 1, 0, step / 2, gathered);
-    score<T, 0>(shared, 1, s);
-    wait_products<1>();
-    release(shared, 0, 1);
-    wait_full(shared, 1, 1, step / 2, gathered);
-    score<T, 1>(shared, 1, s);
+    settle(other);
+    release(shared, 0, 3);
+    score<T, 0>(shared, 1, turn, gathered, s);
+    score<T, 2>(shared, 1, turn, gathered, s);
+    score<T, 1>(shared, 1, turn, gathered, s);
+    score<T, 3>(shared, 1, turn, gathered, s);
+    if (threadIdx.x % 32 == 0) arrive(shared.scored);
     wait_products<0>();
     settle(s);
-    settle(r.out);
-    if (scale.before != 1) multiply_all(s, scale.before);
-    if (step >= block.plain)
-      mask(shared, row, block.keys.begin + step * kKeys - block.request.prefix, s);
-    float top[2];
-    find_top(s, scale.inside, r.top, top);
+    settle_out(r);
+    release(shared, 1, kRope);
     float factor[2];
-    const bool changed = move_top(r, top, factor);
-    exponentials<T>(r, s, scale.inside, p);
+    const bool changed = soften<T>(loop, shared, scale, row, step, s, r, factor, p);
     share(shared, 1, row, r, p);
     if (changed) multiply_out(r, factor);
     add_values<T, 1>(r, shared, 1, p);
+    add_sums<T>(r, s, p);
+    wait_products<1>();
+    release(shared, 1, 2);
+    wait_products<0>();
+    settle(p);
+    settle_out(r);
+    release(shared, 1, 3);
   }
-  if (block.steps % 2 == 1) add_even(block.steps - 1);
+  if (loop.steps % 2 == 1) {
+    take(shared, 0, loop.steps / 2, row, r, other);
+    add_values<T, 1>(r, shared, 0, other);
+  }
   wait_products<0>();
-  settle(r.out);
+  settle_out(r);
 }
 
 // This warpgroup's half of the output, divided by the sums, and the lse.
 template <class T>
-__device__ __forceinline__ void write_results(const Params &a, const Block &block, Shared &shared,
-                                              int warpgroup, int row, Results &r) {
+__device__ __forceinline__ void write_results(const Params &a, Shared &shared, int warpgroup,
+                                              int row, Results &r) {
+  const Block &block = shared.block;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -658,7 +726,8 @@ __device__ __forceinline__ void write_results(const Params &a, const Block &bloc
     T *result = static_cast<T *>(a.p.out) + (first + i) * kLatent + column;
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
-      const float low = r.out[4 * n + 2 * h] * norm, high = r.out[4 * n + 2 * h + 1] * norm;
+      const float *pair = &r.out[n / 16][n % 16 * 4 + 2 * h];
+      const float low = pair[0] * norm, high = pair[1] * norm;
       if (block.place >= 0)
         *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
       else
@@ -673,20 +742,22 @@ __device__ __forceinline__ void consume(const Params &a, const Block &block, Sha
   const int thread = threadIdx.x;
   load_q(a, block, shared, thread);
   if (thread < 32) read_nodes(a, block, shared, thread);
+  if (thread == 0) shared.block = block;
   commit_copies();
   wait_copies<0>();
   fence_async();
   sync_threads(kConsumerBarrier, kConsumers);
-  arrive_threads(kReadyBarrier, kThreads);
+  if (thread == 0) arrive(shared.ready);
   Scale scale{1, a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f};  // for base 2
   if (!(scale.inside > 0)) scale = {scale.inside, 1};
   const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
+  const Loop loop{block.steps, block.plain, block.boxed, block.keys.begin - block.request.prefix};
   Results r;
   if (warpgroup == 0)
-    consume_left<T>(block, shared, scale, row, r);
+    consume_left<T>(loop, shared, scale, row, r);
   else
-    consume_right<T>(block, shared, scale, row, r);
-  write_results<T>(a, block, shared, warpgroup, row, r);
+    consume_right<T>(loop, shared, scale, row, r);
+  write_results<T>(a, shared, warpgroup, row, r);
 }
 
 template <class T>
@@ -697,11 +768,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared &shared = *reinterpret_cast<Shared *>(attention_smem);
   let_next_start();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) {
-      init_barrier(shared.full[i / 2][i % 2], 1);
-      init_barrier(shared.empty[i / 2][i % 2], 4);  // a warpgroup's warps
+    for (int i = 0; i < 2 * kPieces; ++i) {
+      init_barrier(shared.full[i / kPieces][i % kPieces], kProducers / 32);
+      init_barrier(shared.empty[i / kPieces][i % kPieces], 4);  // a warpgroup's warps
     }
-    for (int i = 0; i < 2; ++i) init_barrier(shared.shared_out[i], 128);
+    for (int i = 0; i < 8; ++i) init_barrier(shared.shared_out[i / 4][i % 4], 1);
+    init_barrier(shared.ready, 1);
+    init_barrier(shared.scored, 4);
     init_barrier(shared.summed, kConsumers);
     publish_barriers();
   }
@@ -755,11 +828,11 @@ static Keys describe_keys(const kdtree_verify_attn_params &p) {
                                static_cast<cuuint64_t>(p.num_pages)};
   const cuuint64_t strides[4] = {row, 128, row * 8, page};
   const cuuint32_t unit[5] = {1, 1, 1, 1, 1};
-  for (int piece = 0; piece < 2; ++piece) {
+  for (const int piece : {0, kRope}) {
     const cuuint32_t box[5] = {64, 8, static_cast<cuuint32_t>(piece_panels(piece)),
                                static_cast<cuuint32_t>(box_rows / 8), 1};
     const CUresult result =
-        encode(&keys.pieces[piece],
+        encode(piece == kRope ? &keys.rope : &keys.values,
                p.kv_dtype == KDTREE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                5, const_cast<void *>(p.kv_cache), sizes, strides, box, unit,

@@ -24,8 +24,9 @@ __device__ __forceinline__ void init_barrier(uint64_t &barrier, int count) {
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void arrive(uint64_t &barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+__device__ __forceinline__ void arrive(uint64_t &barrier, int count = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(count)
                : "memory");
 }
 // Arrives, and announces bytes that the copy engine will bring.
@@ -51,9 +52,6 @@ __device__ __forceinline__ void wait(uint64_t &barrier, int parity) {
 __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void arrive_threads(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
 // What threads wrote to shared memory becomes visible to products and the copy engine.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -70,7 +68,7 @@ __device__ __forceinline__ void shrink_registers() {
 
 // ---- copies
 
-// 16 or 8 bytes to shared memory, or zeros, reading nothing.
+// 16, 8 or 4 bytes to shared memory, or zeros, reading nothing.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool valid) {
   if constexpr (Bytes == 16)
@@ -117,6 +115,13 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap &map, int x2, int
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t *m) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t *m, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
                : "memory");
 }
 
@@ -171,9 +176,6 @@ __device__ __forceinline__ uint32_t down_rows(uint32_t address) {
 #define KDTREE_FLOATS_32(d, i)                                                  \
   KDTREE_FLOATS_8(d, i), KDTREE_FLOATS_8(d, i + 8), KDTREE_FLOATS_8(d, i + 16), \
       KDTREE_FLOATS_8(d, i + 24)
-#define KDTREE_FLOATS_128(d, i)                                                     \
-  KDTREE_FLOATS_32(d, i), KDTREE_FLOATS_32(d, i + 32), KDTREE_FLOATS_32(d, i + 64), \
-      KDTREE_FLOATS_32(d, i + 96)
 
 // d (64 x 64) = or += a (64 x 16) b (16 x 64), both along k, the tiles of a one after the other.
 #define KDTREE_SCORES(TYPE)                                                                        \
@@ -199,70 +201,26 @@ __device__ __forceinline__ void multiply_scores(float (&d)[32], uint32_t a, uint
 }
 #undef KDTREE_SCORES
 
-// d (64 x 256) += a (64 x 16) b (16 x 256), b down k; a from registers, as mma.sync has it,
-#define KDTREE_MULTIPLY_VALUES(TYPE)                                                           \
-  asm volatile(                                                                                \
-      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR(                    \
-          "b", "%132", "%133") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
-                               " "                                                             \
-                               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
-                               "%14, %15, "                                                    \
-                               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
-                               "%28, %29, %30, %31, "                                          \
-                               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-                               "%44, %45, %46, %47, "                                          \
-                               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
-                               "%60, %61, %62, %63, "                                          \
-                               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
-                               "%76, %77, %78, %79, "                                          \
-                               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
-                               "%92, %93, %94, %95, "                                          \
-                               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
-                               "%106, %107, %108, %109, %110, %111, "                          \
-                               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
-                               "%122, %123, %124, %125, %126, %127}, "                         \
-                               "{%128, %129, %130, %131}, b, p, 1, 1, 1;}"                     \
-      : KDTREE_FLOATS_128(d, 0)                                                                \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(descriptor_high(Stride))       \
+// d (64 x 128) += a (64 x 16) b (16 x 128), b down k; a from registers, as mma.sync has it.
+#define KDTREE_VALUES(TYPE)                                                                  \
+  asm volatile(                                                                              \
+      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR(                  \
+          "b", "%68", "%69") "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE    \
+                             " "                                                             \
+                             "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+                             "%14, %15, "                                                    \
+                             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
+                             "%28, %29, %30, %31, "                                          \
+                             "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+                             "%44, %45, %46, %47, "                                          \
+                             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
+                             "%60, %61, %62, %63}, "                                         \
+                             "{%64, %65, %66, %67}, b, p, 1, 1, 1;}"                         \
+      : KDTREE_FLOATS_32(d, 0), KDTREE_FLOATS_32(d, 32)                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(descriptor_high(Stride))     \
       : "memory")
 template <class T, int Stride>
-__device__ __forceinline__ void multiply_values(float (&d)[128], const uint32_t *a, uint32_t b) {
-  if constexpr (std::is_same_v<T, __half>)
-    KDTREE_MULTIPLY_VALUES("f16");
-  else
-    KDTREE_MULTIPLY_VALUES("bf16");
-}
-#undef KDTREE_MULTIPLY_VALUES
-
-// or along k in shared memory, its tiles one after the other.
-#define KDTREE_VALUES(TYPE)                                                                        \
-  asm volatile(                                                                                    \
-      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, 1, 0;" KDTREE_DESCRIPTOR("a", "%128", "%130") \
-          KDTREE_DESCRIPTOR(                                                                       \
-              "b", "%129", "%131") "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE    \
-                                   " "                                                             \
-                                   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
-                                   "%14, %15, "                                                    \
-                                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "  \
-                                   "%28, %29, %30, %31, "                                          \
-                                   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-                                   "%44, %45, %46, %47, "                                          \
-                                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "  \
-                                   "%60, %61, %62, %63, "                                          \
-                                   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "  \
-                                   "%76, %77, %78, %79, "                                          \
-                                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
-                                   "%92, %93, %94, %95, "                                          \
-                                   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "      \
-                                   "%106, %107, %108, %109, %110, %111, "                          \
-                                   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "  \
-                                   "%122, %123, %124, %125, %126, %127}, "                         \
-                                   "a, b, p, 1, 1, 0, 1;}"                                         \
-      : KDTREE_FLOATS_128(d, 0)                                                                    \
-      : "r"(a), "r"(b), "n"(descriptor_high(kTile)), "n"(descriptor_high(Stride))                  \
-      : "memory")
-template <class T, int Stride>
-__device__ __forceinline__ void multiply_values(float (&d)[128], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[64], const uint32_t *a, uint32_t b) {
   if constexpr (std::is_same_v<T, __half>)
     KDTREE_VALUES("f16");
   else
@@ -271,7 +229,6 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], uint32_t a, uin
 #undef KDTREE_VALUES
 #undef KDTREE_FLOATS_8
 #undef KDTREE_FLOATS_32
-#undef KDTREE_FLOATS_128
 #undef KDTREE_DESCRIPTOR
 
 }  // namespace kdtree::cuda::sm90

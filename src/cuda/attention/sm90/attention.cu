@@ -548,8 +548,7 @@ __device__ __forceinline__ void share(Shared &shared, int warpgroup, int row, co
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_matrices(probabilities_of(shared, i), p + 4 * i);
   if (lane % 4 == 0) shared.top[row] = r.top[0], shared.top[row + 8] = r.top[1];
-  __syncwarp();
-  if (lane == 0) arrive(shared.shared_out[warpgroup][threadIdx.x % 128 / 32]);
+  arrive(shared.shared_out[warpgroup][threadIdx.x % 128 / 32]);
 }
 
 // Takes them, and puts the results on that maximum.
@@ -747,7 +746,7 @@ __device__ __forceinline__ void consume(const Params &a, const Block &block, Sha
   wait_copies<0>();
   fence_async();
   sync_threads(kConsumerBarrier, kConsumers);
-  if (thread == 0) arrive(shared.ready);
+  arrive(shared.ready);
   Scale scale{1, a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f};  // for base 2
   if (!(scale.inside > 0)) scale = {scale.inside, 1};
   const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
@@ -772,8 +771,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared.full[i / kPieces][i % kPieces], kProducers / 32);
       init_barrier(shared.empty[i / kPieces][i % kPieces], 4);  // a warpgroup's warps
     }
-    for (int i = 0; i < 8; ++i) init_barrier(shared.shared_out[i / 4][i % 4], 1);
-    init_barrier(shared.ready, 1);
+    for (int i = 0; i < 8; ++i) init_barrier(shared.shared_out[i / 4][i % 4], 32);
+    init_barrier(shared.ready, kConsumers);
     init_barrier(shared.scored, 4);
     init_barrier(shared.summed, kConsumers);
     publish_barriers();

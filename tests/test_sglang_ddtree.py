@@ -166,8 +166,8 @@ class Model:
         """(logits, hidden states) of a ForwardBatch whose metadata are made."""
         x = self.tokens[batch.input_ids] + self.places[batch.positions]
         for layer, turn in zip(self.layers, self.turn, strict=True):
-            q = (x[:, None] * turn).bfloat16().flatten(1)
-            k = x.bfloat16()[:, None]
+            q = (x[:, None] * turn).half().flatten(1)
+            k = x.half()[:, None]
             out = self.setting.hybrid.forward(q, k, k[..., :512], layer, batch)
             x = x + torch.nn.functional.pad(out.view(-1, HEADS, 512).float().mean(1) * 4, (0, 64))
         return x[:, :512] @ self.read / 8, x
@@ -225,7 +225,7 @@ class Rounds:
     """A worker around a model and a drafter, and the requests that it serves."""
 
     def __init__(self, sglang: Any, monkeypatch: Any, rng: Any, *, page: int, prompts: Any) -> None:
-        self.setting = s = Setting(sglang, page, algorithm=ddtree())
+        self.setting = s = Setting(sglang, page, torch.float16, ddtree())
         self.prompts = prompts
         self.rows = torch.arange(1, len(prompts) + 1, device=DEVICE)
         s.fill(rng, np.full(len(prompts), PROMPT + NEW), 3 * QLEN)
@@ -277,6 +277,7 @@ class Rounds:
         put(theirs, "build_draft_tp_worker", lambda **options: bundle)
         put(theirs, "draft_pp_context", contextlib.nullcontext)
         put(theirs, "parse_dflash_draft_config", lambda **options: config)
+        put(theirs.DFlashWorkerV2, "_init_fused_kv_helper", lambda self: None)
         put(theirs.DFlashWorkerV2, "_resolve_mask_token_id", lambda self, **options: MASK)
         put(
             DDTreeWorker,
@@ -377,10 +378,10 @@ def test_the_text_is_plain_decodings(rounds, page):
         assert row == want[: len(row)]
     # The drafter's cache has the hidden states of plain decoding, one a place.
     for (b, place), state in r.kept.items():
-        assert torch.allclose(state, states[b, place], atol=0.1)
+        assert torch.allclose(state, states[b, place], atol=0.02)
     assert {place for b, place in r.kept if b == 0} == set(range(PROMPT, len(served[0]) - 1))
     emitted = sum(int(result.accept_lens.sum()) for _, result in r.outcomes)
-    assert emitted > 3 * len(r.outcomes) * len(served)
+    assert emitted > 2.5 * len(r.outcomes) * len(served)
 
 
 def test_rounds_are_the_references(rounds):

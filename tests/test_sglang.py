@@ -19,7 +19,7 @@ from unittest import mock
 import kdtree
 import numpy as np
 import pytest
-from support import FULL, relative_error
+from support import FULL, random_parents, relative_error
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: see scripts/sglang_bed.py", allow_module_level=True)
@@ -281,6 +281,10 @@ class Setting:
         page_size: int,
         dtype: torch.dtype = torch.bfloat16,
         algorithm: Any = None,
+        *,
+        tokens: int = 4096,
+        context: int = 200,
+        heads: int = HEADS,
     ) -> None:
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.layers.radix_attention import RadixAttention
@@ -291,10 +295,10 @@ class Setting:
 
         self.page_size = page_size
         self.requests = ReqToTokenPool(
-            size=80, max_context_len=200, device=DEVICE, enable_memory_saver=False
+            size=80, max_context_len=context, device=DEVICE, enable_memory_saver=False
         )
         self.pool = MLATokenToKVPool(
-            size=4096,
+            size=tokens,
             page_size=page_size,
             dtype=dtype,
             kv_lora_rank=512,
@@ -322,17 +326,24 @@ class Setting:
             is_draft_worker=False,
             draft_attention_backend=None,
             kv_cache_dtype=dtype,
+            # what SGLang's Triton backend reads beside
+            gpu_id=0,
+            token_to_kv_pool_allocator=None,
+            sliding_window_size=None,
+            decode_num_tokens_per_req=lambda: (
+                sglang.context.get_spec().speculative_num_draft_tokens
+            ),
         )
         with sglang.context.get_exec().kernel.override(attention_backend="torch_native"):
             self.hybrid = attention_backend_setup.get_attention_backend(model_runner=self.runner)
         self.native, self.ours = self.hybrid.prefill_backend, self.hybrid.decode_backend
-        self.layer = RadixAttention(HEADS, 576, SCALE, 1, layer_id=1, v_head_dim=512)
+        self.layer = RadixAttention(heads, 576, SCALE, 1, layer_id=1, v_head_dim=512)
 
     def fill(self, rng: np.random.Generator, prefix: np.ndarray, extra: int) -> None:
         """Requests 1, 2, ... with their pages, and keys for what is before the root."""
         page = self.page_size
         needed = -(-(prefix + extra) // page)
-        pages = 1 + rng.permutation(4096 // page)  # page 0 takes the padding's writes
+        pages = 1 + rng.permutation(self.pool.size // page)  # page 0 takes the padding's writes
         self.table = self.requests.req_to_token
         self.table.zero_()
         start = 0
@@ -476,6 +487,73 @@ def test_verification_of_trees_equals_torch_native(sglang, rng, page_size):
     # The tree is not a chain: the mask mattered.
     s.ours.forward_metadata.words = None
     assert not close(s.run(s.hybrid, batch, q), want)
+
+
+def microseconds(call: Any) -> float:
+    """Of the device, with a cold L2 and the host ahead."""
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    times = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.fill_(1)
+        torch.cuda._sleep(1_000_000)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return float(np.median(times))
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("count", [1, 8, 32] if DEVICE == "cuda" else [2])
+def test_verification_equals_sglangs_triton_backend(sglang, rng, capsys, count, heads):
+    """Trees of 64 nodes after 8192 tokens where there is a GPU, and then ten times faster."""
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    cuda = DEVICE == "cuda"
+    prefix, qlen = (8192, 65) if cuda else (40, 9)
+    # Triton's interpreter has no bfloat16 products.
+    dtype = torch.bfloat16 if cuda else torch.float16
+    room = -(-(prefix + qlen) // 64) * 64
+    with sglang.context.get_spec().override(speculative_num_draft_tokens=qlen):
+        s = Setting(sglang, 64, dtype, tokens=count * room, context=room + 2 * qlen, heads=heads)
+        triton = sglang.backends["triton"](s.runner)
+    s.fill(rng, np.full(count, prefix), qlen)
+    lens = torch.full((count,), prefix, device=DEVICE)
+    tree = kdtree.tree_links(
+        torch.from_numpy(random_parents(rng, count, qlen)).to(DEVICE),
+        torch.full((count,), qlen, dtype=torch.int32, device=DEVICE),
+        prefix_lens=lens.int(),
+    )
+    seen = kdtree.expand_mask(tree, "qlen")
+    s.ours.verify_mask.buffer[: seen.numel()] = seen.flatten()
+    whole = torch.ones(count, qlen, prefix + qlen, dtype=torch.bool, device=DEVICE)
+    whole[..., prefix:] = seen
+    spec = DFlashVerifyInput(None, tree.positions.flatten(), qlen, custom_mask=whole.flatten())
+    rows = torch.arange(1, count + 1, device=DEVICE)
+    slots = lens[:, None] + torch.arange(qlen, device=DEVICE)
+    out = s.table[rows[:, None], slots].long().flatten()
+    batch = s.batch(mode("TARGET_VERIFY"), rows, lens, out, spec)
+    translator = s.runner.kv_index_translator
+    translator.own_plan(batch).bind(batch, translator)
+    q = randn(rng, count * qlen, heads * 576).to(dtype)
+    k = s.pool.get_key_buffer(1)[out]
+    times, results = [], []
+    for backend in (s.ours, triton):
+        backend.init_forward_metadata(batch)
+
+        def call(backend: Any = backend) -> torch.Tensor:
+            return backend.forward(q, k, k[..., :512], s.layer, batch, save_kv_cache=False)
+
+        results.append(call())
+        times.append(microseconds(call) if cuda else 0)
+    assert close(*results)
+    if cuda:
+        with capsys.disabled():
+            print(f"\n{count} x {heads} heads: kdtree_mla {times[0]:.0f} us, triton {times[1]:.0f}")
+        assert times[1] > 10 * times[0]
 
 
 def test_verification_of_a_chain_equals_torch_native(sglang, rng):

@@ -23,7 +23,7 @@ if importlib.util.find_spec("sglang") is None:
 
 import torch
 from kdtree import sglang as plugin
-from test_sglang import DEVICE, FLAGS, HEADS, MODEL, SCALE, Setting, mode, sglang
+from test_sglang import DEVICE, FLAGS, HEADS, MODEL, SCALE, Setting, close, mode, sglang
 
 __all__ = ["sglang"]  # a fixture
 
@@ -378,7 +378,7 @@ def test_the_text_is_plain_decodings(rounds, page):
         assert row == want[: len(row)]
     # The drafter's cache has the hidden states of plain decoding, one a place.
     for (b, place), state in r.kept.items():
-        assert torch.allclose(state, states[b, place], atol=0.02)
+        assert close(state, states[b, place])
     assert {place for b, place in r.kept if b == 0} == set(range(PROMPT, len(served[0]) - 1))
     emitted = sum(int(result.accept_lens.sum()) for _, result in r.outcomes)
     assert emitted > 2.5 * len(r.outcomes) * len(served)
@@ -575,6 +575,10 @@ def test_penalties_are_added(rounds):
     assert {token for row in r.serve(text, info) for token in row[PROMPT:]} == {7}
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda" and importlib.util.find_spec("flashinfer") is None,
+    reason="SGLang's top-k of probabilities is FlashInfer's on a GPU",
+)
 def test_sampling_masks_are_of_the_new_tokens(rounds):
     r = rounds()
     text, _ = r.plain()

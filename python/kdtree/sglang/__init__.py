@@ -56,10 +56,14 @@ SUPPORTED = [
     ("attention", "decoding, verification", "prefill, drafters: name another backend"),
     (
         "batches over GPUs",
-        "tensor parallel, data parallel",
+        "tensor parallel",
         "`--dcp-size`, two-batch overlap, `--enable-pdmux`",
     ),
-    ("DDTREE: drafter", "plain DFlash, blocks of up to the draft tokens", "heads that choose"),
+    (
+        "DDTREE: drafter",
+        "plain DFlash, blocks of up to the draft tokens",
+        "DFlash2, LiLiCorr, Domino",
+    ),
     (
         "DDTREE: sampling",
         "greedy, temperature, top-k, top-p, min-p, seeds, penalties, grammars, log-probs",

@@ -71,7 +71,8 @@ def arguments(model: Any, *changes: str) -> Any:
     (model / "config.json").write_text(json.dumps(MODEL))
     names = ["--model-path", str(model), "--speculative-draft-model-path", str(model)]
     flags = FLAGS[: FLAGS.index("--speculative-algorithm")]
-    made = prepare_server_args([*names, *flags, "--speculative-algorithm", "DDTREE", *changes])
+    flags += ["--speculative-algorithm", "DDTREE", "--page-size", "64"]
+    made = prepare_server_args([*names, *flags, *changes])
     made.resolve_once()
     return resolving_view(made)
 
@@ -94,6 +95,10 @@ NEEDS = [
     ({"enable_dp_attention": True}, "no --enable-dp-attention"),
     ({"speculative_draft_window_size": 64}, "no --speculative-draft-window-size"),
     ({"speculative_adaptive": True}, "no --speculative-adaptive"),
+    ({"page_size": 1}, "--page-size of 2 or more"),
+    ({"enable_return_routed_experts": True}, "no --enable-return-routed-experts"),
+    ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 1"),
+    ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc 1"),
 ]
 
 
@@ -140,6 +145,27 @@ def test_a_changed_worker_makes_it_alone_decline(sglang, monkeypatch, caplog):
     (reason,) = left_out[plugin.ALGORITHM]
     assert "_draft_write_ids takes (self, plan, rows), expected (self, plan)" in reason
     assert "DDTREE stays out of SGLang" in caplog.text
+
+
+def test_fields_and_attributes_are_part_of_the_contract(sglang, monkeypatch):
+    from kdtree.sglang import contract
+    from sglang.srt.managers import scheduler
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+    from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+
+    def init(self, server_args, gpu_id, nccl_port, target_worker):
+        pass
+
+    monkeypatch.setattr(scheduler, "GenerationBatchResult", lambda logits_output: None)
+    monkeypatch.setattr(DFlashWorkerV2, "__init__", init)
+    monkeypatch.setattr(SpecTpSync, "sync", property(lambda self: None))
+    reasons = contract.differences(algorithm=True)
+    for part in (
+        "GenerationBatchResult is without accept_lens,",
+        "__init__ is without _draft_block_spec_info,",
+        "SpecTpSync.sync is a property, expected a callable",
+    ):
+        assert any(part in reason for reason in reasons)
 
 
 # ---- rounds
@@ -483,7 +509,8 @@ def test_without_seeds_it_draws_anew(rounds):
     assert drawn[0] != drawn[1]
 
 
-def test_what_top_k_top_p_and_min_p_allow_is_sglangs(sglang, rng):
+def test_what_top_k_top_p_and_min_p_allow_is_sglangs(sglang, rng, monkeypatch):
+    from kdtree.sglang import ddtree
     from kdtree.sglang.ddtree import allowed
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 
@@ -498,6 +525,7 @@ def test_what_top_k_top_p_and_min_p_allow_is_sglangs(sglang, rng):
         need_min_p_sampling=True,
     )
     assert allowed(logits, sampling(3), 4) is logits
+    monkeypatch.setattr(ddtree, "SORTED", 2 * 4 * VOCAB)  # two requests, then one
     got = allowed(logits, info, 4)
     top_k, top_p, min_p = (x.repeat_interleave(4) for x in (info.top_ks, info.top_ps, info.min_ps))
     weights, order = top_k_top_p_min_p_sampling_from_probs_torch(

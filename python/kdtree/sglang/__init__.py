@@ -39,7 +39,7 @@ FLAGS = (
 )
 ALGORITHM_FLAGS = (
     f"{FLAGS} --speculative-algorithm {ALGORITHM} --speculative-draft-model-path ... "
-    "--speculative-num-draft-tokens 65"
+    "--speculative-num-draft-tokens 65 --page-size 64"
 )
 
 #: What is served, and what is declined with the reason when the server starts.
@@ -72,8 +72,9 @@ SUPPORTED = [
     (
         "DDTREE: server",
         "tensor parallel, overlap schedule",
-        "`--pp-size`, `--enable-dp-attention`, `--speculative-draft-window-size`, "
-        "`--speculative-adaptive`",
+        "`--page-size 1`, `--pp-size`, `--enable-dp-attention`, "
+        "`--speculative-draft-window-size`, `--speculative-adaptive`, acceptance thresholds, "
+        "`--enable-return-routed-experts`",
     ),
 ]
 
@@ -86,7 +87,8 @@ def load() -> dict[str, list[str]]:
         BACKEND: contract.differences(),
         ALGORITHM: contract.differences(algorithm=True),
     }
-    left_out[ALGORITHM] += left_out[BACKEND]  # it verifies there
+    # It verifies there.
+    left_out[ALGORITHM] = list(dict.fromkeys(left_out[ALGORITHM] + left_out[BACKEND]))
     for name, reasons in left_out.items():
         if reasons:
             logger.warning(

@@ -143,7 +143,25 @@ ALGORITHM_VALUES = {
     _SRT + "speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": int,
     _SRT + "model_executor.forward_batch_info:ForwardMode.TARGET_VERIFY": int,
     _SRT + "model_executor.forward_batch_info:CaptureHiddenMode.FULL": int,
-    _SRT + "managers.scheduler:GenerationBatchResult": type,
+}
+#: Fields that the algorithm fills, and attributes that the worker's __init__ leaves it.
+ALGORITHM_FIELDS = {
+    _SRT + "model_executor.forward_batch_info:ForwardBatch": (
+        "forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc seq_lens_sum "
+        "seq_lens_cpu positions input_embeds spec_algorithm spec_info capture_hidden_mode "
+        "num_token_non_padded global_num_token_non_padded_cpu can_run_decode_cuda_graph"
+    ),
+    _SRT + "managers.scheduler:GenerationBatchResult": (
+        "logits_output next_token_ids accept_lens can_run_cuda_graph next_draft_input "
+        "speculative_num_draft_tokens new_seq_lens routed_experts_output indexer_topk_output"
+    ),
+}
+ALGORITHM_ATTRIBUTES = {
+    _DFLASH + "__init__": (
+        "model_runner draft_parallel_layout draft_model_runner draft_model selector lilicorr "
+        "_is_domino block_size _mask_token_id _noise_embed_scale _draft_block_spec_info "
+        "_target_logits_processor _tp_sync"
+    ),
 }
 
 
@@ -163,9 +181,24 @@ def differences(*, algorithm: bool = False) -> list[str]:
             if not isinstance(value, kind):
                 found[f"{name} is a {type(value).__name__}, expected a {kind.__name__}"] = None
             continue
+        if not callable(value):
+            found[f"{name} is a {type(value).__name__}, expected a callable"] = None
+            continue
         got = " ".join(inspect.signature(value).parameters)
         if got != signatures[name]:
             found[f"{name} takes ({_listed(got)}), expected ({_listed(signatures[name])})"] = None
+    for table, names_of in (
+        (ALGORITHM_FIELDS, lambda value: inspect.signature(value).parameters),
+        (ALGORITHM_ATTRIBUTES, lambda value: value.__code__.co_names),
+    ):
+        for name, needed in table.items() if algorithm else ():
+            try:
+                missing = set(needed.split()) - set(names_of(_resolve(name)))
+            except Exception as error:
+                found[f"{type(error).__name__}: {error}"] = None
+                continue
+            if missing:
+                found[f"{name} is without {', '.join(sorted(missing))}"] = None
     return list(found)
 
 

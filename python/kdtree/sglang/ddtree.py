@@ -57,6 +57,9 @@ __all__ = ["DDTree", "DDTreeWorker", "register"]
 
 Tensor = torch.Tensor
 
+#: Logits that are sorted at once.
+SORTED = 1 << 25
+
 
 def register() -> None:
     try:
@@ -81,6 +84,12 @@ def validate(args: Any) -> None:
         "no --enable-dp-attention": not args.enable_dp_attention,
         "no --speculative-draft-window-size": args.speculative_draft_window_size is None,
         "no --speculative-adaptive": not args.speculative_adaptive,
+        "--speculative-accept-threshold-single 1": args.speculative_accept_threshold_single == 1,
+        "--speculative-accept-threshold-acc 1": args.speculative_accept_threshold_acc == 1,
+        "no --enable-return-routed-experts": not args.enable_return_routed_experts,
+        # With pages of one token SGLang's rows of req_to_token end before what it reserves for a
+        # round: at the end of the context it would write into, and we read beyond, the next row.
+        "--page-size of 2 or more": args.page_size != 1,
     }
     missing = [need for need, met in needs.items() if not met]
     if missing:
@@ -208,12 +217,13 @@ class DDTreeWorker(DFlashWorkerV2):
         rows = accept.accept_index.clamp_min(0) + self.qlen * torch.arange(
             len(lens), device=lens.device
         ).unsqueeze(1)
-        write = self._draft_write_ids(plan)
+        block = self.block_size  # a path has no more
+        write = self._draft_write_ids(plan).view(locs.shape)[:, :block].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=output.hidden_states[rows.flatten()],
-            cache_loc=write,
-            cache_loc_2d=write.view(locs.shape),
-            positions=places.flatten(),
+            target_hidden=output.hidden_states[rows[:, :block].flatten()],
+            cache_loc=write.flatten(),
+            cache_loc_2d=write,
+            positions=places[:, :block].flatten(),
             commit_lens=committed,
         )
         output.hidden_states = None  # large, and read by nobody else
@@ -424,12 +434,19 @@ def allowed(logits: Tensor, sampling: Any, qlen: int) -> Tensor:
         sampling.need_top_k_sampling or sampling.need_top_p_sampling or sampling.need_min_p_sampling
     ):
         return logits
-    heat, top_k, top_p, min_p = (
-        each.view(-1, 1).repeat_interleave(qlen, 0)
-        for each in (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
-    )
-    probs, order = (logits / heat).softmax(-1).sort(-1, descending=True)
-    ruled_out = torch.arange(probs.shape[-1], device=probs.device) >= top_k
-    ruled_out |= probs.cumsum(-1) - probs > top_p
-    ruled_out |= probs < probs[:, :1] * min_p
-    return logits.masked_fill(torch.empty_like(ruled_out).scatter_(1, order, ruled_out), -torch.inf)
+    settings = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
+    kept = torch.empty_like(logits)
+    # Sorting takes several times the memory of what it sorts, which SGLang has not set aside.
+    step = max(1, SORTED // (qlen * logits.shape[-1]))
+    for start in range(0, len(sampling.top_ks), step):
+        some = slice(start * qlen, (start + step) * qlen)
+        heat, top_k, top_p, min_p = (
+            each[start : start + step].view(-1, 1).repeat_interleave(qlen, 0) for each in settings
+        )
+        probs, order = (logits[some] / heat).softmax(-1).sort(-1, descending=True)
+        ruled_out = torch.arange(probs.shape[-1], device=probs.device) >= top_k
+        ruled_out |= probs.cumsum(-1) - probs > top_p
+        ruled_out |= probs < probs[:, :1] * min_p
+        ruled_out = torch.empty_like(ruled_out).scatter_(1, order, ruled_out)
+        kept[some] = logits[some].masked_fill(ruled_out, -torch.inf)
+    return kept

@@ -186,6 +186,9 @@ def test_full_mask(on):
     assert_same(on.get(out), on.get(want))
     with pytest.raises(ValueError, match="layout: expected 'qlen' or 'packed32'"):
         ops.expand_mask(given.visibility, given.num_nodes, "full", prefix)
+    for device in (on.device(), "meta"):
+        with pytest.raises(ValueError, match=r"visibility: expected shape \[B, Q\]"):
+            ops.expand_mask(given.visibility[0].to(device), given.num_nodes.to(device), "qlen")
 
 
 def test_refusals_name_the_argument(on):
@@ -371,4 +374,4 @@ def test_a_call_costs_torchs_dispatch_and_little_else(on):
     fill, nothing = ops.tree_accept.out, torch.ops.kdtree_test.nothing.default
     dispatch = quickest(lambda: nothing(*given))
     alone = quickest(lambda: kdtree.tree_accept(tree, predict, out=accept))
-    assert quickest(lambda: fill(*given)) < alone + 2 * dispatch
+    assert quickest(lambda: fill(*given)) < alone + 1.5 * dispatch

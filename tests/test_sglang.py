@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -629,58 +630,87 @@ def test_graph_buffers_keep_their_place(sglang, rng):
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# By row of plugin.SUPPORTED: settings that are served, and settings that are not with the reason.
-TRUTH: dict[str, tuple[list[dict[str, Any]], list[tuple[dict[str, Any], str]]]] = {
+# By row of plugin.SUPPORTED, and what its two cells list: settings that are served, and settings
+# that are not, with the reason.
+Served = dict[str, list[dict[str, Any]]]
+Declined = dict[str, list[tuple[dict[str, Any], str]]]
+ONLY = "verifies EAGLE, EAGLE3, NEXTN, STANDALONE, DFLASH"
+TRUTH: dict[str, tuple[Served, Declined]] = {
     "model": (
-        [{}],
-        [
-            ({"runner.use_mla_backend": False}, "serves MLA models"),
-            ({"pool.kv_lora_rank": 256}, r"serves dense MLA of 512 \+ 64, got 256 \+ 64$"),
-            ({"pool.use_dsa": True}, "with sparse attention"),
-        ],
+        {"dense MLA": [{}], "512 + 64 wide": [{}]},
+        {
+            "other attention": [({"runner.use_mla_backend": False}, "serves MLA models")],
+            "other widths": [
+                ({"pool.kv_lora_rank": 256}, r"serves dense MLA of 512 \+ 64, got 256 \+ 64$")
+            ],
+            "DSA": [({"pool.use_dsa": True}, "with sparse attention")],
+        },
     ),
     "cache": (
-        [{"pool.dtype": dtype} for dtype in (torch.bfloat16, torch.float16, E4M3)],
-        [
-            *(({"pool.dtype": d}, f"serves caches of .*, got {d}") for d in (torch.float32, E5M2)),
-            (
-                {"runner.kv_index_translator": SimpleNamespace(reads_are_translated=True)},
-                "does not serve the unified memory pool",
-            ),
-        ],
+        {
+            "bf16": [{"pool.dtype": torch.bfloat16}],
+            "f16": [{"pool.dtype": torch.float16}],
+            "fp8 e4m3": [{"pool.dtype": E4M3}],
+            "with a scale": [],  # test_an_fp8_cache
+        },
+        {
+            "other types": [
+                ({"pool.dtype": d}, f"serves caches of .*, got {d}") for d in (torch.float32, E5M2)
+            ],
+            "`--enable-unified-memory`": [
+                (
+                    {"runner.kv_index_translator": SimpleNamespace(reads_are_translated=True)},
+                    "does not serve the unified memory pool",
+                )
+            ],
+        },
     ),
     "`--page-size`": (
-        [{"runner.page_size": 1 << bit} for bit in range(8)],
-        [({"runner.page_size": size}, f"up to 128, got {size}") for size in (48, 256)],
+        {"powers of two from 1 to 128": [{"runner.page_size": 1 << bit} for bit in range(8)]},
+        {"others": [({"runner.page_size": n}, f"up to 128, got {n}") for n in (3, 48, 256)]},
     ),
     "`--speculative-algorithm`": (
-        [
-            {"runner.spec_algorithm": name}
-            for name in (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DDTREE")
-        ],
-        [
-            ({"runner.spec_algorithm": name}, "verifies EAGLE, EAGLE3, NEXTN, STANDALONE, DFLASH")
+        {
+            "none": [{"runner.spec_algorithm": None}],
+            **{
+                name: [{"runner.spec_algorithm": name}]
+                for name in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DDTREE")
+            },
+        },
+        {
+            name: [({"runner.spec_algorithm": name}, ONLY)]
             for name in ("NGRAM", "UNO", "DSPARK", "FROZEN_KV_MTP")
-        ],
+        },
     ),
     "`--speculative-num-draft-tokens`": (
-        [{"spec.speculative_num_draft_tokens": count} for count in (1, 65)],
-        [({"spec.speculative_num_draft_tokens": 66}, r"of 1\.\.65, got 66")],
+        {"1 to 65": [{"spec.speculative_num_draft_tokens": count} for count in (1, 65)]},
+        {"more": [({"spec.speculative_num_draft_tokens": 66}, r"of 1\.\.65, got 66")]},
     ),
     "attention": (
-        [{}],
-        [
-            ({"exec.kernel.attention_backend": plugin.BACKEND}, "add --prefill-attention-backend"),
-            ({"runner.is_draft_worker": True}, "add --speculative-draft-attention-backend"),
-        ],
+        {"decoding": [{}], "verification": [{}]},
+        {
+            "prefill": [
+                (
+                    {"exec.kernel.attention_backend": plugin.BACKEND},
+                    "add --prefill-attention-backend",
+                )
+            ],
+            "drafters: name another backend": [
+                ({"runner.is_draft_worker": True}, "add --speculative-draft-attention-backend")
+            ],
+        },
     ),
     "batches over GPUs": (
-        [{"parallel.attn_tp_size": HEADS}],
-        [
-            ({"parallel.attn_dcp_size": 2}, "decode context parallelism"),
-            ({"exec.overlap.enable_two_batch_overlap": True}, "without two-batch overlap or pdmux"),
-            ({"disagg.enable_pdmux": True}, "without two-batch overlap or pdmux"),
-        ],
+        {"tensor parallel": [{"parallel.attn_tp_size": HEADS}]},
+        {
+            "`--dcp-size`": [({"parallel.attn_dcp_size": 2}, "decode context parallelism")],
+            "two-batch overlap": [
+                ({"exec.overlap.enable_two_batch_overlap": True}, "without two-batch overlap")
+            ],
+            "`--enable-pdmux`": [
+                ({"disagg.enable_pdmux": True}, "without two-batch overlap or pdmux")
+            ],
+        },
     ),
 }
 
@@ -711,11 +741,11 @@ def changed(sglang: Any, s: Setting, change: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("row", TRUTH)
 def test_what_is_supported_is_true(sglang, row):
     served, declined = TRUTH[row]
-    for change in served:
+    for change in itertools.chain(*served.values()):
         s = Setting(sglang, 16)
         with changed(sglang, s, change) as make:
             assert type(make(s.runner)).__name__ == "KdtreeMLABackend"
-    for change, reason in declined:
+    for change, reason in itertools.chain(*declined.values()):
         s = Setting(sglang, 16)
         with (
             changed(sglang, s, change) as make,
@@ -724,10 +754,14 @@ def test_what_is_supported_is_true(sglang, row):
             make(s.runner)
 
 
-def test_every_row_of_what_is_supported_is_tested():
+def test_every_cell_of_what_is_supported_is_tested():
     from test_sglang_ddtree import TRUTH as OF_ALGORITHM
 
-    assert [row for row, *_ in plugin.SUPPORTED] == [*TRUTH, *OF_ALGORITHM]
+    tested = {**TRUTH, **OF_ALGORITHM}
+    listed = [
+        (row, ", ".join(served), ", ".join(declined)) for row, (served, declined) in tested.items()
+    ]
+    assert listed == plugin.SUPPORTED
 
 
 def test_other_forwards_are_refused(sglang, rng):

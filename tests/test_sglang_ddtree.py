@@ -38,27 +38,54 @@ def ddtree() -> Any:
     return SpeculativeAlgorithm.from_string("DDTREE")
 
 
-# The rows of plugin.SUPPORTED about it, and the tests of what is served and what is declined.
+# The rows of plugin.SUPPORTED about it, and the tests of what its cells list.
+SERVERS = "test_servers_that_it_refuses"
 TRUTH = {
-    "DDTREE: drafter": ("test_the_text_is_plain_decodings", "test_drafters_that_it_refuses"),
+    "DDTREE: drafter": (
+        {
+            "plain DFlash": "test_the_text_is_plain_decodings",
+            "blocks of up to the draft tokens": "test_drafters_that_it_refuses",
+        },
+        dict.fromkeys(("DFlash2", "LiLiCorr", "Domino"), "test_drafters_that_it_refuses"),
+    ),
     "DDTREE: sampling": (
-        "test_rounds_are_the_references",
-        "test_temperature_is_honoured",
-        "test_what_top_k_top_p_and_min_p_allow_is_sglangs",
-        "test_penalties_are_added",
-        "test_a_grammar_rules_out_tokens",
-        "test_log_probs_are_those_of_the_new_tokens",
+        {
+            "greedy": "test_rounds_are_the_references",
+            "temperature": "test_temperature_is_honoured",
+            "top-k": "test_what_top_k_top_p_and_min_p_allow_is_sglangs",
+            "top-p": "test_what_top_k_top_p_and_min_p_allow_is_sglangs",
+            "min-p": "test_what_top_k_top_p_and_min_p_allow_is_sglangs",
+            "seeds": "test_temperature_is_honoured",
+            "penalties": "test_penalties_are_added",
+            "grammars": "test_a_grammar_rules_out_tokens",
+            "log-probs": "test_log_probs_are_those_of_the_new_tokens",
+        },
+        {},
     ),
     "DDTREE: server": (
-        "test_shards_of_the_vocabulary_make_the_same_tree",
-        "test_lengths_may_be_unknown_to_the_host",
-        "test_servers_that_it_refuses",
+        {
+            "tensor parallel": "test_shards_of_the_vocabulary_make_the_same_tree",
+            "overlap schedule": "test_lengths_may_be_unknown_to_the_host",
+        },
+        dict.fromkeys(
+            (
+                "`--page-size 1`",
+                "`--pp-size`",
+                "`--enable-dp-attention`",
+                "`--speculative-draft-window-size`",
+                "`--speculative-adaptive`",
+                "acceptance thresholds",
+                "`--enable-return-routed-experts`",
+            ),
+            SERVERS,
+        ),
     ),
 }
 
 
 def test_the_tests_of_what_is_supported_are_here():
-    assert all(name in globals() for names in TRUTH.values() for name in names)
+    for cells in TRUTH.values():
+        assert all(test in globals() for cell in cells for test in cell.values())
 
 
 # ---- arguments
@@ -147,6 +174,16 @@ def test_a_changed_worker_makes_it_alone_decline(sglang, monkeypatch, caplog):
     assert "DDTREE stays out of SGLang" in caplog.text
 
 
+def test_what_sglang_refuses_is_a_reason(sglang, monkeypatch):
+    from kdtree.sglang import ddtree
+
+    def refuse() -> None:
+        raise TypeError("DDTree is missing duck-typed methods")
+
+    monkeypatch.setattr(ddtree, "register", refuse)
+    assert plugin.load()[plugin.ALGORITHM] == ["TypeError: DDTree is missing duck-typed methods"]
+
+
 def test_fields_and_attributes_are_part_of_the_contract(sglang, monkeypatch):
     from kdtree.sglang import contract
     from sglang.srt.managers import scheduler
@@ -219,7 +256,7 @@ class Drafter:
 
     def __init__(self, text: torch.Tensor, translator: Any) -> None:
         self.text, self.kv_index_translator, self.seen = text, translator, []
-        self.model_config = SimpleNamespace(hf_config=SimpleNamespace())
+        self.model_config = SimpleNamespace(hf_config=SimpleNamespace(), vocab_size=VOCAB)
 
     def forward(self, batch: Any) -> Any:
         count = batch.batch_size
@@ -297,12 +334,13 @@ class Rounds:
             resolved_attention_backend="triton",
         )  # fmt: skip
         config = SimpleNamespace(
-            is_domino=False, block_size=BLOCK, mask_token=None, mask_token_id=MASK
+            is_domino="prefix_gru" in parts, block_size=BLOCK, mask_token=None, mask_token_id=MASK
         )
         put = self.monkeypatch.setattr
         put(theirs, "build_draft_tp_worker", lambda **options: bundle)
         put(theirs, "draft_pp_context", contextlib.nullcontext)
         put(theirs, "parse_dflash_draft_config", lambda **options: config)
+        put(theirs, "validate_domino_runtime", lambda **options: None)
         put(theirs.DFlashWorkerV2, "_init_fused_kv_helper", lambda self: None)
         put(theirs.DFlashWorkerV2, "_resolve_mask_token_id", lambda self, **options: MASK)
         put(
@@ -658,7 +696,9 @@ def test_shards_of_the_vocabulary_make_the_same_tree(rounds, monkeypatch):
         assert torch.equal(getattr(tree, name), getattr(whole, name))
 
 
-def test_drafters_that_it_refuses(sglang, rounds):
+def test_drafters_that_it_refuses(sglang, rounds, monkeypatch):
+    from kdtree.sglang import ddtree
+
     r = rounds()
     text, _ = r.plain()
     with (
@@ -666,7 +706,15 @@ def test_drafters_that_it_refuses(sglang, rounds):
         pytest.raises(ValueError, match="at least the drafter's block of 13, got 12"),
     ):
         r.worker(text)
-    with pytest.raises(ValueError, match="serves plain DFlash drafters"):
-        r.worker(text, candidate_selector=object())
+    domino = {
+        name: SimpleNamespace(hidden_size=1) for name in ("prefix_gru", "embed_proj", "config")
+    }
+    for parts in ({"candidate_selector": object()}, {"lilicorr": object()}, domino):
+        with pytest.raises(ValueError, match="serves plain DFlash drafters"):
+            r.worker(text, **parts)
     with pytest.raises(ValueError, match="a target with an unquantized lm_head"):
         r.worker(text, head=torch.nn.Identity())
+    two = SimpleNamespace(tp_group=SimpleNamespace(world_size=2))
+    monkeypatch.setattr(ddtree, "get_parallel", lambda: two)
+    with pytest.raises(ValueError, match="says which tokens a rank has"):
+        r.worker(text)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+from collections.abc import Callable
 
 from kdtree.sglang import contract
 
@@ -83,12 +84,12 @@ logger = logging.getLogger(__name__)
 
 def load() -> dict[str, list[str]]:
     """The entry point: hooks kdtree in. By name, why something is not; also logged."""
-    left_out = {
-        BACKEND: contract.differences(),
-        ALGORITHM: contract.differences(algorithm=True),
-    }
-    # It verifies there.
-    left_out[ALGORITHM] = list(dict.fromkeys(left_out[ALGORITHM] + left_out[BACKEND]))
+    left_out = {BACKEND: contract.differences()}
+    _try(left_out[BACKEND], _register_backend)
+    # The algorithm verifies on the backend.
+    reasons = contract.differences(algorithm=True) + left_out[BACKEND]
+    left_out[ALGORITHM] = list(dict.fromkeys(reasons))
+    _try(left_out[ALGORITHM], _register_algorithm)
     for name, reasons in left_out.items():
         if reasons:
             logger.warning(
@@ -96,13 +97,22 @@ def load() -> dict[str, list[str]]:
                 name,
                 "; ".join(reasons),
             )
-    if not left_out[BACKEND]:
-        _register_backend()
-    if not left_out[ALGORITHM]:
-        from kdtree.sglang import ddtree
-
-        ddtree.register()
     return left_out
+
+
+def _try(reasons: list[str], register: Callable[[], None]) -> None:
+    """Where nothing is against it yet; what SGLang has against it is a reason too."""
+    if not reasons:
+        try:
+            register()
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+
+
+def _register_algorithm() -> None:
+    from kdtree.sglang import ddtree
+
+    ddtree.register()
 
 
 def _register_backend() -> None:

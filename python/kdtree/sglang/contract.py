@@ -72,6 +72,7 @@ ALGORITHM_SIGNATURES = {
     _DFLASH + "init_cuda_graphs": "self",
     _DFLASH + "prewarm_sampling": "self",
     _DFLASH + "_maybe_build_draft_sampler": "self",
+    _DFLASH + "_validate_phase1_sampling_support": "self batch",
     _DFLASH + "_can_skip_verify_logits": "self batch sampling_info",
     _DFLASH + "_draft_write_ids": "self plan",
     _DFLASH + "_make_next_draft_input_decode": "self bonus_tokens new_seq_lens",
@@ -130,7 +131,7 @@ ALGORITHM_SIGNATURES = {
 }
 
 #: Other names, and the type of what they stand for.
-VALUES = {
+VALUES: dict[str, type] = {
     _SRT + "arg_groups.choices:ATTENTION_BACKEND_CHOICES": list,
     _SRT + "arg_groups.choices:add_attention_backend_choices": object,
     _SRT + "models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": list,
@@ -138,7 +139,7 @@ VALUES = {
     _SRT + "mem_cache.kv_index_translator:KVIndexTranslator.reads_are_translated": property,
     _SRT + "speculative.eagle_utils:TreeMaskMode.QLEN_ONLY": int,
 }
-ALGORITHM_VALUES = {
+ALGORITHM_VALUES: dict[str, type] = {
     _SRT + "speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_GREEDY": int,
     _SRT + "speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": int,
     _SRT + "model_executor.forward_batch_info:ForwardMode.TARGET_VERIFY": int,
@@ -168,7 +169,7 @@ ALGORITHM_ATTRIBUTES = {
 def differences(*, algorithm: bool = False) -> list[str]:
     """What is not as the backend, or the algorithm, needs it; each reason once."""
     signatures = ALGORITHM_SIGNATURES if algorithm else SIGNATURES
-    values: dict[str, type] = ALGORITHM_VALUES if algorithm else VALUES
+    values = ALGORITHM_VALUES if algorithm else VALUES
     found: dict[str, None] = {}
     for name in [*signatures, *values]:
         try:

@@ -162,6 +162,9 @@ class DDTreeWorker(DFlashWorkerV2):
     def prewarm_sampling(self) -> Any:
         return self.model_runner.prewarm_sampling()
 
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Nothing: sampling needs none of SGLang's kernels."""
+
     def _head_shard(self) -> tuple[Any, int, int]:
         """Of the target's head: it, the rows that this rank has, and the token of the first."""
         head = unwrap_lora_layer(getattr(self.model_runner.model, "lm_head", None))
@@ -170,6 +173,8 @@ class DDTreeWorker(DFlashWorkerV2):
             raise ValueError(f"{ALGORITHM} needs a target with an unquantized lm_head")
         shard = getattr(head, "shard_indices", None)
         if shard is None:
+            if get_parallel().tp_group.world_size > 1:
+                raise ValueError(f"{ALGORITHM} needs an lm_head that says which tokens a rank has")
             return head, len(weight), 0
         if shard.num_added_elements:
             raise ValueError(f"{ALGORITHM} does not serve tokens added to the vocabulary")

@@ -208,6 +208,14 @@ def test_fp8_cache(backend, rng, q_dtype, scale):
     check_attn(backend, kdtree.verify_attn, case)
 
 
+@pytest.mark.parametrize("heads", [3, 8])
+def test_queries_beyond_f16_over_an_fp8_cache(device, rng, heads):
+    case = attn_case(rng, prefix_lens=[200, 1], qlen=2, heads=heads, dtype=BF16, kv_dtype=FP8)
+    case.q[:, :, ::2] = (case.q[:, :, ::2].astype(F32) * 2**20).astype(BF16)
+    case.options["sm_scale"] *= 2**-20
+    check_attn(device, kdtree.verify_attn, case)
+
+
 def test_every_fp8_value(backend):
     # One key a request: the output is the key, exactly.
     bits = np.arange(256, dtype=np.uint8)

@@ -54,6 +54,19 @@ __device__ __forceinline__ uint32_t widen(uint16_t two) {
   return reinterpret_cast<const uint32_t &>(pair);
 }
 
+// Four of them as two pairs of f16, the first two in `low`.
+__device__ __forceinline__ void widen_four(uint32_t four, uint32_t &low, uint32_t &high) {
+#if __CUDA_ARCH__ >= 890  // an instruction each; without `mov` there would be a shift as well
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;"
+      " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
+#else
+  low = widen<__half>(static_cast<uint16_t>(four));
+  high = widen<__half>(static_cast<uint16_t>(four >> 16));
+#endif
+}
+
 // Eight of them.
 template <class T>
 __device__ __forceinline__ uint4 widen(uint2 eight) {

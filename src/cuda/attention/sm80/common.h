@@ -1,4 +1,4 @@
-// What the two kernels of the portable path share: a block's work, where its keys lie, q as
+// What the kernels of the portable path share: a block's work, where its keys lie, q as
 // operands, and what is written at the end.
 #pragma once
 
@@ -28,8 +28,9 @@ constexpr int kFeatureSteps = kDim / 16 / kFeatureGroups;  // of 16 features, fo
 // below 2^8, and the output is seldom rescaled.
 constexpr float kSlack = 8;
 
-// Attention for at most 16 rows a request.
+// Attention for at most 16 rows a request; the second for e4m3 caches.
 void few_rows_attention(const Params &params, Stream stream);
+void few_rows_fp8_attention(const Params &params, Stream stream);
 
 // What a block works on: rows first_row.. of a request, and one split of its keys.
 struct Block {
@@ -38,14 +39,14 @@ struct Block {
   int first_row, rows, split, steps;
 };
 
-__device__ __forceinline__ Block read_block(const Params &a, int tile_rows) {
+__device__ __forceinline__ Block read_block(const Params &a, int tile_rows, int step_keys) {
   Block block;
   block.first_row = blockIdx.x % a.tiles * tile_rows;
   block.rows = min(tile_rows, a.rows - block.first_row);
   block.split = blockIdx.x / a.tiles % a.splits;
   block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
   block.keys = attention::split_keys(a, block.request.length, block.split);
-  block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
+  block.steps = (block.keys.end - block.keys.begin + step_keys - 1) / step_keys;
   return block;
 }
 
@@ -73,6 +74,14 @@ __device__ __forceinline__ uint64_t read_nodes(const Params &a, const Block &blo
   return all;
 }
 
+// Has a table entry brought to `to`.
+__device__ __forceinline__ void copy_entry(const Params &a, const void *from, int64_t *to) {
+  if (a.entry_bytes == 4)
+    copy_async<4>(shared_address(to), from);
+  else
+    copy_async<8>(shared_address(to), from);
+}
+
 // Has a position's table entry brought to `to`, or -1: no row of the tile sees the key, or the
 // table does not have it.
 __device__ __forceinline__ void copy_entry(const Params &a, const Block &block, uint64_t tile_nodes,
@@ -82,11 +91,29 @@ __device__ __forceinline__ void copy_entry(const Params &a, const Block &block, 
     from = attention::entry_of(a, block.request, position);
   if (from == nullptr)
     *to = -1;
-  else if (a.entry_bytes == 4)
-    copy_async<4>(shared_address(to), from);
   else
-    copy_async<8>(shared_address(to), from);
+    copy_entry(a, from, to);
 }
+
+// The same at the cost of a single load for the positions below `clear`, which all rows see and the
+// table has.
+struct alignas(16) Lookup {
+  const char *table;
+  int begin;  // of the split
+  int clear;
+
+  __device__ __forceinline__ static Lookup of(const Params &a, const Block &block) {
+    const int64_t listed = min(block.request.entries, int64_t(INT32_MAX)) << a.page_shift;
+    const int64_t seen = min(block.keys.end, block.request.prefix + 1);
+    return {block.request.table, block.keys.begin, static_cast<int>(min(listed, seen))};
+  }
+
+  __device__ __forceinline__ void copy(const Params &a, const Block &block, uint64_t tile_nodes,
+                                       int position, int64_t *to) const {
+    if (position >= clear) return copy_entry(a, block, tile_nodes, position, to);
+    copy_entry(a, table + int64_t(position >> a.page_shift) * a.entry_bytes, to);
+  }
+};
 
 // Where the key of that entry lies; nullptr: nowhere that may be read.
 template <bool Fp8>

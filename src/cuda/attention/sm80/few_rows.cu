@@ -1,5 +1,5 @@
 // verify_attn for at most 16 rows a request (plain decoding with up to 16 heads) on any GPU since
-// sm_80. README.md explains the schedule.
+// sm_80; with an e4m3 cache few_rows_fp8.cu does it. README.md explains the schedule.
 //
 // A block takes all rows of a request, 16 with those that are not there, and one split of its keys,
 // 32 keys at a time, with 8 warps; two blocks an SM. For each 32 keys:
@@ -48,10 +48,7 @@ struct FewRowsShared {
 
 // Brings the keys of a step to shared memory, eight threads a key; their table entries come a step
 // earlier. Keys that may not be read become zeros.
-template <class T, bool Fp8>
 struct FewRowsLoader {
-  static constexpr int chunk_bytes = Fp8 ? 8 : 16;  // eight features
-
   const Params &a;
   FewRowsShared &shared;
   int step;
@@ -70,25 +67,13 @@ struct FewRowsLoader {
   }
 
   __device__ void load_keys() const {
-    const char *from = find_key<Fp8>(a, position(), &shared.entries[step % 2][key()]);
+    const char *from = find_key<false>(a, position(), &shared.entries[step % 2][key()]);
     const bool valid = from != nullptr;
     if (!valid) from = static_cast<const char *>(a.p.kv_cache);
-    from += thread % 8 * chunk_bytes;
+    from += thread % 8 * 16;
     const uint32_t to = shared_address(shared.buffers) + place();
 #pragma unroll
-    for (int i = 0; i < kDim / 64; ++i)
-      copy_async<chunk_bytes>(to + i * 128, from + i * 8 * chunk_bytes, valid);
-  }
-
-  // e4m3 chunks arrive in the first half of their place and are widened there, by the thread that
-  // copied them.
-  __device__ void widen_keys() const {
-    unsigned char *chunk = shared.buffers + place();
-#pragma unroll
-    for (int i = 0; i < kDim / 64; ++i) {
-      const uint2 eight = *reinterpret_cast<const uint2 *>(chunk + i * 128);
-      *reinterpret_cast<uint4 *>(chunk + i * 128) = attention::widen<T>(eight);
-    }
+    for (int i = 0; i < kDim / 64; ++i) copy_async<16>(to + i * 128, from + i * 128, valid);
   }
 };
 
@@ -220,34 +205,32 @@ __device__ __forceinline__ void add_values(FewRowsShared &shared, int step, unsi
   }
 }
 
-template <class T, bool Fp8>
+template <class T>
 __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_constant__ Params a) {
-  using Loader = FewRowsLoader<T, Fp8>;
   extern __shared__ __align__(128) unsigned char attention_smem[];
   FewRowsShared &shared = *reinterpret_cast<FewRowsShared *>(attention_smem);
 
-  const Block block = read_block(a, kFewRows);
+  const Block block = read_block(a, kFewRows, kKeys);
   if (block.steps == 0) return write_nothing<T>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) set_up(a, block, shared);
   __syncthreads();
-  Loader{a, shared, 0, thread}.load_entry();
-  Loader{a, shared, 1, thread}.load_entry();
+  FewRowsLoader{a, shared, 0, thread}.load_entry();
+  FewRowsLoader{a, shared, 1, thread}.load_entry();
   wait_copies();
   __syncwarp();
-  Loader{a, shared, 0, thread}.load_keys();
+  FewRowsLoader{a, shared, 0, thread}.load_keys();
   uint32_t q[kFeatureSteps][1][4];
   load_q<T, 1>(a, block, 0, 0, thread / 32 % kFeatureGroups, q);
 
   float out[1][kFewColumns / 8][4] = {};
   for (int step = 0; step < shared.block.steps; ++step) {
     wait_copies();
-    if (Fp8) Loader{a, shared, step, thread}.widen_keys();
     __syncthreads();  // this step's keys are there; the other buffer and the scores are free
     forget(thread);
     if (step + 1 < shared.block.steps) {
-      Loader{a, shared, step + 1, thread}.load_keys();
-      Loader{a, shared, step + 2, thread}.load_entry();
+      FewRowsLoader{a, shared, step + 1, thread}.load_keys();
+      FewRowsLoader{a, shared, step + 2, thread}.load_entry();
     }
     score_keys<T>(shared, step, thread, q);
     __syncthreads();
@@ -264,22 +247,17 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_cons
                                   out);
 }
 
-template <class T, bool Fp8>
-void launch_few_rows(const Params &a, Stream stream) {
-  allow_smem(few_rows_kernel<T, Fp8>, sizeof(FewRowsShared));
-  launch("verify_attn", few_rows_kernel<T, Fp8>, dim3(a.p.batch * a.splits * a.tiles),
-         dim3(kThreads), sizeof(FewRowsShared), stream, a);
-}
-
 template <class T>
-void choose_few_rows(const Params &a, Stream stream) {
-  a.p.kv_dtype == KDTREE_F8E4M3 ? launch_few_rows<T, true>(a, stream)
-                                : launch_few_rows<T, false>(a, stream);
+void launch_few_rows(const Params &a, Stream stream) {
+  allow_smem(few_rows_kernel<T>, sizeof(FewRowsShared));
+  launch("verify_attn", few_rows_kernel<T>, dim3(a.p.batch * a.splits * a.tiles), dim3(kThreads),
+         sizeof(FewRowsShared), stream, a);
 }
 
 void few_rows_attention(const Params &a, Stream stream) {
-  a.p.q_dtype == KDTREE_BF16 ? choose_few_rows<__nv_bfloat16>(a, stream)
-                             : choose_few_rows<__half>(a, stream);
+  if (a.p.kv_dtype == KDTREE_F8E4M3) return few_rows_fp8_attention(a, stream);
+  a.p.q_dtype == KDTREE_BF16 ? launch_few_rows<__nv_bfloat16>(a, stream)
+                             : launch_few_rows<__half>(a, stream);
 }
 
 }  // namespace kdtree::cuda::sm80

@@ -31,9 +31,36 @@ __device__ __forceinline__ void forget(unsigned &value) {
   asm volatile("" : "+r"(value));
 }
 
-// Waits for all of this thread's copies.
+// copy_async of 8 or 16 bytes, where it is wanted.
+template <int Bytes>
+__device__ __forceinline__ void copy_async_if(bool wanted, uint32_t to, const void *from,
+                                              bool valid) {
+  if constexpr (Bytes == 16)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0;"
+        " @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::"r"(to),
+        "l"(from), "r"(valid ? 16 : 0), "r"(static_cast<int>(wanted))
+        : "memory");
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %4, 0;"
+        " @p cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3; }" ::"r"(to),
+        "l"(from), "n"(Bytes), "r"(valid ? Bytes : 0), "r"(static_cast<int>(wanted))
+        : "memory");
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for this thread's copies, but for those of its last Groups groups.
+template <int Groups = 0>
 __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  if constexpr (Groups == 0)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
 }
 
 // A barrier of `threads` threads; 0 is that of the whole block.

@@ -267,6 +267,7 @@ def attn(d: Cpu) -> Iterator[Row]:
         Attention([KV] * B, H, Q, page=1, note=", page size 1"),
         Attention([KV] * B, H, Q, page=16, note=", page size 16"),
         Attention([KV] * B, H, Q, fp8=True, note=", fp8 cache"),
+        Attention([KV] * 4 * B, H, 1, fp8=True, note=", fp8 cache"),
         Attention(lens, H, Q, note=", ragged"),
         Attention([sum(lens) // len(lens)] * len(lens), H, Q, note=", even"),
     ]

@@ -188,6 +188,11 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[_Case]:
         eight = (args[0], _Typed(quarters, "float8_e4m3fn"), *args[2:])
         scaled = {**options, "kv_scale": 0.75}
         yield _Case("verify_attn", f"{dtype}, e4m3 cache", eight, scaled, 2.5e-3)
+        # Plain decoding, for which there are kernels of their own.
+        one = {"num_nodes": np.minimum(tree.num_nodes, 1)}
+        for case, label, more in ((args, "one slot", options), (eight, "one slot, e4m3", scaled)):
+            roots = (_coarse(q[:, :1], dtype), *case[1:4], None)
+            yield _Case("verify_attn", f"{dtype}, {label}", roots, {**more, **one}, 2.5e-3)
     # CSR: the same rows one by one.
     at = np.arange(150 + 65)
     listing = table[:, at // page].astype(np.int64) * page + at % page

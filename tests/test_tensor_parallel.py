@@ -101,7 +101,7 @@ def test_a_difference_is_found():
     "arguments",
     [
         ("--ranks", "3"),
-        ("--vocab", "63"),
+        ("--vocab", "63", "--ranks", "4"),
         *((name, "0") for name in ("--ranks", "--rounds", "--batch", "--heads", "--prefix")),
     ],
 )

@@ -346,11 +346,9 @@ struct Attention {
     values.add(0);
     float x[kStepKeys / 8][2];
     float scale = 0, top = 0;
-    if (has_rows) {
-      scale = shared.scale;
-      sync(1 + at.group, kGroupThreads);
-      add_parts(shared, at, score, x);
-    }
+    if (has_rows) scale = shared.scale;
+    sync(1 + at.group, kGroupThreads);  // a group without rows too: racecheck counts by thread
+    if (has_rows) add_parts(shared, at, score, x);
     values.add(1);
     values.load(2);
     if (has_rows) {

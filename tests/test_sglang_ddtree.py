@@ -76,9 +76,11 @@ TRUTH = {
                 "`--speculative-adaptive`",
                 "acceptance thresholds",
                 "`--enable-return-routed-experts`",
+                "`--speculative-num-steps` or `--speculative-eagle-topk` above 1",
             ),
             SERVERS,
-        ),
+        )
+        | {"`SGLANG_SIMULATE_ACC_LEN`": "test_it_refuses_to_simulate"},
     ),
 }
 
@@ -126,6 +128,8 @@ NEEDS = [
     ({"enable_return_routed_experts": True}, "no --enable-return-routed-experts"),
     ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 1"),
     ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc 1"),
+    ({"speculative_num_steps": 3}, "--speculative-num-steps 1"),
+    ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1"),
 ]
 
 
@@ -145,6 +149,18 @@ def test_servers_that_it_refuses(sglang, tmp_path, change, need):
     validate(args)
     with pytest.raises(ValueError, match=f"^DDTREE needs {need}$"):
         validate(Changed(args, **change))
+
+
+def test_it_refuses_to_simulate(sglang, tmp_path):
+    from kdtree.sglang.ddtree import validate
+    from sglang.srt.environ import envs
+
+    args = arguments(tmp_path)
+    with (
+        envs.SGLANG_SIMULATE_ACC_LEN.override(2.0),
+        pytest.raises(ValueError, match=r"^DDTREE needs no SGLANG_SIMULATE_ACC_LEN$"),
+    ):
+        validate(args)
 
 
 def test_sglang_asks_it(sglang, tmp_path):
@@ -545,6 +561,23 @@ def test_without_seeds_it_draws_anew(rounds):
     text, _ = r.plain()
     drawn = [r.serve(text, sampling(3, sampling_seed=None))[0] for _ in range(2)]
     assert drawn[0] != drawn[1]
+
+
+def test_memory_for_sampling_is_set_aside(rounds):
+    """On a GPU what filtering the largest batch by top-p takes, beside its logits."""
+    r = rounds()
+    text, _ = r.plain()
+    worker, runner = r.worker(text), r.setting.runner
+    runner.max_decode_logits_rows, runner.max_running_requests = lambda: 1000 * QLEN + 1, 3000
+    runner.prewarm_sampling = lambda: "nothing"
+    result = worker.prewarm_sampling()
+    if DEVICE == "cpu":
+        assert result == "nothing"
+        return
+    assert runner.sampling_prewarm_result is result
+    logits = 4 * 1000 * QLEN * runner.model_config.vocab_size
+    assert result.sampling_input_bytes == logits
+    assert result.sampling_headroom_bytes > 3 * logits  # beside them, what is kept and sorting it
 
 
 def test_what_top_k_top_p_and_min_p_allow_is_sglangs(sglang, rng, monkeypatch):

@@ -75,7 +75,8 @@ SUPPORTED = [
         "tensor parallel, overlap schedule",
         "`--page-size 1`, `--pp-size`, `--enable-dp-attention`, "
         "`--speculative-draft-window-size`, `--speculative-adaptive`, acceptance thresholds, "
-        "`--enable-return-routed-experts`",
+        "`--enable-return-routed-experts`, `--speculative-num-steps` or "
+        "`--speculative-eagle-topk` above 1, `SGLANG_SIMULATE_ACC_LEN`",
     ),
 ]
 

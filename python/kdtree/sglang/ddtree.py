@@ -18,9 +18,11 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
@@ -30,6 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import (
@@ -80,6 +83,9 @@ def validate(args: Any) -> None:
         f"--speculative-num-draft-tokens of 2..{kdtree.MAX_QLEN}": (
             qlen is None or 2 <= qlen <= kdtree.MAX_QLEN
         ),
+        # DFLASH's sizes, by which SGLang sizes its caches; a tree has the budget alone.
+        "--speculative-num-steps 1": args.speculative_num_steps in (None, 1),
+        "--speculative-eagle-topk 1": args.speculative_eagle_topk in (None, 1),
         "--pp-size 1": args.pp_size == 1,
         "no --enable-dp-attention": not args.enable_dp_attention,
         "no --speculative-draft-window-size": args.speculative_draft_window_size is None,
@@ -87,6 +93,7 @@ def validate(args: Any) -> None:
         "--speculative-accept-threshold-single 1": args.speculative_accept_threshold_single == 1,
         "--speculative-accept-threshold-acc 1": args.speculative_accept_threshold_acc == 1,
         "no --enable-return-routed-experts": not args.enable_return_routed_experts,
+        "no SGLANG_SIMULATE_ACC_LEN": envs.SGLANG_SIMULATE_ACC_LEN.get() <= 0,
         # With pages of one token SGLang's rows of req_to_token end before what it reserves for a
         # round: at the end of the context it would write into, and we read beyond, the next row.
         "--page-size of 2 or more": args.page_size != 1,
@@ -100,7 +107,6 @@ class DDTree(CustomSpecAlgo):
     """To SGLang it is DFLASH, whose drafters and state it has, with a worker of its own."""
 
     def handle_server_args(self, server_args: Any) -> None:
-        # These size caches, and are one for DFLASH too.
         server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
         if server_args.speculative_num_draft_tokens is None:
             server_args.speculative_num_draft_tokens = kdtree.MAX_QLEN
@@ -160,7 +166,25 @@ class DDTreeWorker(DFlashWorkerV2):
         """None: the drafter's graph ends at its hidden states."""
 
     def prewarm_sampling(self) -> Any:
-        return self.model_runner.prewarm_sampling()
+        """Measures what sampling takes at most, which SGLang then leaves free beside the cache."""
+        runner = self.model_runner
+        if torch.device(self.device).type != "cuda":
+            return runner.prewarm_sampling()
+        batch, vocab = self._prewarm_batch_size(self.qlen), runner.model_config.vocab_size
+        off = torch.zeros(batch, device=self.device)
+        sampling = SimpleNamespace(
+            temperatures=off[:, None] + 1, top_ks=off.int() + vocab, top_ps=off + 0.95, min_ps=off,
+            need_top_k_sampling=False, need_top_p_sampling=True, need_min_p_sampling=False,
+        )  # fmt: skip
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        logits = torch.zeros(batch * self.qlen, vocab, device=self.device)
+        allowed(logits, sampling, self.qlen)
+        runner.sampling_prewarm_result = SamplingPrewarmResult(
+            sampling_input_bytes=logits.nbytes,
+            sampling_headroom_bytes=torch.cuda.max_memory_allocated(self.device) - before,
+        )
+        return runner.sampling_prewarm_result
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Nothing: sampling needs none of SGLang's kernels."""
@@ -441,7 +465,7 @@ def allowed(logits: Tensor, sampling: Any, qlen: int) -> Tensor:
         return logits
     settings = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     kept = torch.empty_like(logits)
-    # Sorting takes several times the memory of what it sorts, which SGLang has not set aside.
+    # Sorting takes several times the memory of what it sorts.
     step = max(1, SORTED // (qlen * logits.shape[-1]))
     for start in range(0, len(sampling.top_ks), step):
         some = slice(start * qlen, (start + step) * qlen)

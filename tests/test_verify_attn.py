@@ -398,15 +398,16 @@ def test_bits_do_not_depend_on_what_is_not_seen(backend, rng):
     [[4641, 0, 1730, 63, 64, 300, 5000, 1], [900] * 8, [0] * 8, [3000, *([0] * 11)], [17] * 40],
     ids=["ragged", "uniform", "empty", "one long", "many"],
 )
-def test_ragged_batches(device, rng, prefix_lens, page_size, kv_dtype):
-    """Batches of 8 heads and 65 slots, whose keys are shared out over the whole GPU."""
-    num_nodes = rng.integers(1, 66, len(prefix_lens))
-    num_nodes[2], num_nodes[-1], num_nodes[4] = 65, 0, 0  # padding in the middle and at the end
+@pytest.mark.parametrize(("heads", "qlen"), [(8, 65), (2, 17), (1, 20)])
+def test_ragged_batches(device, rng, prefix_lens, page_size, kv_dtype, heads, qlen):
+    """Keys are shared out over the whole GPU: of 9 tiles, of one, and of half a one a request."""
+    num_nodes = rng.integers(1, qlen + 1, len(prefix_lens))
+    num_nodes[2], num_nodes[-1], num_nodes[4] = qlen, 0, 0  # padding in the middle and at the end
     case = attn_case(
         rng,
         prefix_lens=prefix_lens,
-        qlen=65,
-        heads=8,
+        qlen=qlen,
+        heads=heads,
         page_size=page_size,
         kv_dtype=kv_dtype,
         visibility="any",
@@ -420,6 +421,28 @@ def test_ragged_batches(device, rng, prefix_lens, page_size, kv_dtype):
         else:
             assert not out[b].any()
     assert_close(lse[:, 0], want_lse[:, 0], atol=2e-3)
+
+
+def test_new_lengths_in_a_graph(device, rng):
+    if not device.cuda:
+        pytest.skip("CUDA graphs are CUDA's")
+    torch = pytest.importorskip("torch")
+    case = attn_case(rng, prefix_lens=[3000, 900, 4000, 70], qlen=33, heads=8, visibility="causal")
+    args = device.put(case.args)
+
+    def attend():
+        return kdtree.verify_attn(*args, **case.options, return_lse=True)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for prefix_lens in [[10, 900, 1, 70], [0, 0, 4000, 0], [3000, 900, 4000, 70]]:
+        args[3].copy_(device.array(np.array(prefix_lens, np.int32)))
+        graph.replay()
+        assert_same(device.get(captured), device.get(attend()), str(prefix_lens))
+    check_attn(device, kdtree.verify_attn, case)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 65_537])

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(2 * kSm90Threads) probe_kernel() {}
 
 constexpr int kMaxDevices = 256;
 
-enum class Code { unknown, none, sm80, sm90 };
+// sm80: for the portable path, of sm_80 to 89 or of later ones.
+enum class Code { unknown, none, sm80, sm80_later, sm90 };
 
 // Per ordinal. A process keeps its devices.
 static std::atomic<Code> code_of[kMaxDevices];
@@ -35,6 +36,7 @@ static Code find_code(int device_id) {
     cudaGetLastError();
     code = error != cudaSuccess                            ? Code::none
            : attributes.maxThreadsPerBlock == kSm90Threads ? Code::sm90
+           : attributes.ptxVersion >= 90                   ? Code::sm80_later
                                                            : Code::sm80;
     if (device_id < kMaxDevices) code_of[device_id].store(code);
   }
@@ -92,6 +94,13 @@ Path current_path() {
   }
   if (std::strcmp(forced, "sm80") == 0) return Path::sm80;
   throw ValueError(std::string("KDTREE_FORCE_PATH: expected sm80, got ") + forced);
+}
+
+bool waits_for_previous() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  const Code code = find_code(device);
+  return code == Code::sm80_later || code == Code::sm90;
 }
 
 int num_sms() {

@@ -16,6 +16,9 @@ void leave_device(int previous) noexcept;
 enum class Path { sm80, sm90 };
 Path current_path();  // of the current device
 int num_sms();        // of the current device
+// Whether the code for the current device is for sm_90 or later: its kernels can wait for the one
+// before them themselves.
+bool waits_for_previous();
 
 void device_info(kdtree_device_info_params &info);
 void *allocate(int64_t bytes, void *stream);

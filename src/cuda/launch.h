@@ -41,7 +41,8 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// launch; with `early`, which takes sm_90, the kernel may start before the one before it has ended.
+// launch; with `early`, and code that can wait for it, the kernel may start before the one before
+// it has ended.
 template <class... Params, class... Args>
 void launch_early(const char *what, void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem,
                   Stream stream, bool early, Args &&...args) {
@@ -51,7 +52,7 @@ void launch_early(const char *what, void (*kernel)(Params...), dim3 grid, dim3 b
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
+  config.attrs = &attribute, config.numAttrs = early && waits_for_previous() ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
 }
 

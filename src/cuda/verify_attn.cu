@@ -19,15 +19,15 @@ static bool on_sm90(const attention::Schedule &s) {
   return current_path() == Path::sm90 && s.tile_rows == 64;
 }
 
-// Equal splits suit one request, and pinned ones have no choice.
-static bool has_plan(int64_t batch, bool pinned) {
-  return !pinned && batch > 1 && batch <= attention::kMaxPlanned;
+// Equal splits suit one request, pinned ones have no choice, and few rows do not take long enough.
+static bool has_plan(const attention::Schedule &s, int64_t batch, bool pinned) {
+  return !pinned && batch > 1 && batch <= attention::kMaxPlanned && s.tile_rows == 64;
 }
 
 int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads, bool pinned) {
   const attention::Schedule s = splits_for(batch, qlen, heads, pinned);
-  if (!on_sm90(s) || !has_plan(batch, pinned)) return s.workspace_bytes();
-  return std::max(s.workspace_bytes(), planned(s, batch, num_sms()).workspace_bytes());
+  if (!has_plan(s, batch, pinned)) return s.workspace_bytes();
+  return std::max(s.workspace_bytes(), planned(s, batch).workspace_bytes());
 }
 
 void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
@@ -36,8 +36,7 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   if (blocks > INT32_MAX || p.batch * s.rows > INT32_MAX)
     throw ValueError("batch: expected fewer than 2^31 rows (batch * qlen * heads), got batch " +
                      std::to_string(p.batch));
-  const bool sm90 = on_sm90(s);
-  if (sm90 && has_plan(p.batch, p.kv_split > 0)) s = planned(s, p.batch, num_sms());
+  if (has_plan(s, p.batch, p.kv_split > 0)) s = planned(s, p.batch);
 
   attention::Params a{};
   a.p = p;
@@ -50,8 +49,8 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   a.merges = reinterpret_cast<attention::Merge *>(a.pieces + a.max_pieces);
   a.partial_out = reinterpret_cast<float *>(workspace + s.plan_bytes());
   a.partial_lse = a.partial_out + s.places * s.rows * attention::kLatent;
-  if (s.parts > 0) attention::plan(a, stream);
-  if (sm90)
+  if (s.parts > 0) attention::plan(a, s.at_once, stream);
+  if (on_sm90(s))
     sm90::attention(a, stream);
   else
     sm80::attention(a, stream);

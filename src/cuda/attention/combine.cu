@@ -96,8 +96,7 @@ void combine(const Params &a, Stream stream) {
   launch_early("verify_attn combine",
                a.p.q_dtype == KDTREE_BF16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>,
                dim3(rows, kThreads / threads), dim3(threads, groups),
-               groups > 1 ? groups * threads * sizeof(Total) : 0, stream,
-               current_path() == Path::sm90, a);
+               groups > 1 ? groups * threads * sizeof(Total) : 0, stream, true, a);
 }
 
 }  // namespace kdtree::cuda::attention

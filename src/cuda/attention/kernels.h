@@ -6,8 +6,8 @@
 
 namespace kdtree::cuda::attention {
 
-// Writes pieces and merges, from the lengths of the requests.
-void plan(const Params &params, Stream stream);
+// Writes pieces and merges, from the lengths of the requests; at_once: blocks that the GPU runs.
+void plan(const Params &params, int at_once, Stream stream);
 
 // Merges the partial results of every row into out and lse.
 void combine(const Params &params, Stream stream);
@@ -29,7 +29,7 @@ void attention(const attention::Params &params, Stream stream);
 
 namespace kdtree::cuda::sm90 {
 
-// 64-row tiles, a block an SM; its blocks take splits, or the pieces of a plan.
+// 64-row tiles, a block an SM.
 void attention(const attention::Params &params, Stream stream);
 
 }  // namespace kdtree::cuda::sm90

@@ -10,11 +10,11 @@ namespace kdtree::cuda::attention {
 
 constexpr int kDim = KDTREE_LATENT_DIM + KDTREE_ROPE_DIM;
 constexpr int kLatent = KDTREE_LATENT_DIM;
-constexpr int kSplitUnit = 64;  // keys; split bounds are multiples of it
+constexpr int kSplitUnit = 64;  // keys; bounds of splits and pieces are multiples of it
 // Keeps positions, look-ahead included, within an int.
 constexpr int kMaxPrefix = INT32_MAX - 4096;
 
-// A piece of a plan (plan.cu): some key blocks, of 64, of a request.
+// A piece of a plan (plan.cu): some key blocks, of kSplitUnit, of a request.
 struct alignas(16) Piece {
   int b;  // negative: there is none
   int begin, end;
@@ -43,6 +43,9 @@ struct Params {
   // is not written then.
   float *partial_out;  // [places, rows, 512]
   float *partial_lse;  // [places, rows]
+
+  // Of attention: one for each tile and split or piece.
+  int64_t blocks() const { return (parts > 0 ? max_pieces : p.batch * splits) * tiles; }
 };
 
 struct Request {
@@ -99,6 +102,38 @@ __device__ __forceinline__ KeyRange split_keys(const Params &a, int length, int 
   }
   return {static_cast<int>(min(begin, int64_t(length))),
           static_cast<int>(min(end, int64_t(length)))};
+}
+
+// What a block works on: rows first_row.. of a request, and a piece of its keys.
+struct Work {
+  Request request;
+  KeyRange keys;
+  int first_row, rows;
+  int place;  // of its partial results; negative: the results are whole
+};
+
+// Returns whether there is anything to do.
+__device__ __forceinline__ bool find_work(const Params &a, int tile_rows, Work &work) {
+  work.first_row = blockIdx.x % a.tiles * tile_rows;
+  work.rows = min(tile_rows, a.rows - work.first_row);
+  const int number = blockIdx.x / a.tiles;
+  if (a.parts > 0) {
+    const Piece piece = a.pieces[number];
+    if (piece.b < 0) return false;
+    work.request = find_request(a, piece.b, piece.nodes, piece.prefix);
+    work.keys = {piece.begin * kSplitUnit, min(piece.end * kSplitUnit, work.request.length)};
+    work.place = piece.place;
+  } else {
+    work.request = read_request(a, number / a.splits);
+    work.keys = split_keys(a, work.request.length, number % a.splits);
+    work.place = a.splits > 1 ? number : -1;
+  }
+  return true;
+}
+
+// Of the block's partial results: the first row.
+__device__ __forceinline__ int64_t first_partial(const Params &a, const Work &work) {
+  return int64_t(work.place) * a.rows + work.first_row;
 }
 
 // The nodes that a slot sees: the visibility word, made safe.

@@ -41,7 +41,7 @@ __device__ inline int64_t scan(int64_t x, int64_t (&warp_sums)[32]) {
 }
 
 __global__ void __launch_bounds__(kMaxPlanned)
-    plan_kernel(const __grid_constant__ Params a, int num_sms) {
+    plan_kernel(const __grid_constant__ Params a, int at_once) {
   struct Line {
     int64_t from;  // where the request begins
     int blocks, nodes, prefix;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kMaxPlanned)
   int64_t parts = 1;
   double best = INFINITY;
   for (int waves = 1; waves <= 2; ++waves) {
-    const int64_t p = max(int64_t(1), min(int64_t(min(waves * num_sms / a.tiles, a.parts)),
+    const int64_t p = max(int64_t(1), min(int64_t(min(waves * at_once / a.tiles, a.parts)),
                                           total / (2 * kPieceBlocks)));
     const double time = waves * (double(total) / p + kPieceBlocks);
     if (time < best) best = time, parts = p;
@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(kMaxPlanned)
   }
 }
 
-void plan(const Params &a, Stream stream) {
+void plan(const Params &a, int at_once, Stream stream) {
   const int threads = std::max<int>(static_cast<int>(a.p.batch + 31) / 32 * 32, 128);
-  launch("verify_attn plan", plan_kernel, dim3(1), dim3(threads), 0, stream, a, num_sms());
+  launch("verify_attn plan", plan_kernel, dim3(1), dim3(threads), 0, stream, a, at_once);
 }
 
 }  // namespace kdtree::cuda::attention

@@ -12,6 +12,7 @@ namespace kdtree::cuda::attention {
 
 struct Schedule {
   int rows, tile_rows, tiles, splits;
+  int at_once;                        // blocks that the GPU runs
   int parts, max_pieces, max_merges;  // of a plan; 0 where there is none
   int64_t places;                     // of partial results
 
@@ -32,6 +33,7 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
                          int blocks_per_sm, int num_sms) {
   const int64_t rows = qlen * heads;
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  const int64_t at_once = int64_t(num_sms) * blocks_per_sm;
   int64_t splits = 1;
   if (pinned) {
     // 2,048 rows in flight a request, whatever the batch: its bits depend on nothing else.
@@ -41,7 +43,6 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
     // kBlockKeys keys; blocks run in waves. Take the cheapest split of a typical request, as long
     // as partial results stay within 256 rows an SM (0.5 MB).
     constexpr double kTypicalKeys = 8192, kBlockKeys = 256;
-    const int64_t at_once = int64_t(num_sms) * blocks_per_sm;
     double best = 0;
     for (int64_t s = 1; s == 1 || (s <= at_once && batch * rows * s <= 256 * num_sms); ++s) {
       const int64_t waves = (batch * tiles * s + at_once - 1) / at_once;
@@ -53,6 +54,7 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
           tile_rows,
           static_cast<int>(tiles),
           static_cast<int>(splits),
+          static_cast<int>(at_once),
           0,
           0,
           0,
@@ -60,8 +62,8 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
 }
 
 // A plan in place of splits: in at most so many parts that the tiles of all fill the GPU twice.
-inline Schedule planned(Schedule s, int64_t batch, int num_sms) {
-  s.parts = std::clamp(2 * num_sms / s.tiles, 1, kMaxParts);
+inline Schedule planned(Schedule s, int64_t batch) {
+  s.parts = std::clamp(2 * s.at_once / s.tiles, 1, kMaxParts);
   s.max_pieces = static_cast<int>(batch) + s.parts - 1;
   s.max_merges = std::min(static_cast<int>(batch), s.parts - 1);
   s.places = 2 * (s.parts - 1);

@@ -1,7 +1,7 @@
 // verify_attn on any GPU since sm_80, for more than 16 rows a request: mma.sync and cp.async.
 // README.md explains the schedule; few_rows.cu is the kernel for up to 16 rows.
 //
-// A block takes one tile of 64 rows of a request and one split of its keys, 16 keys a step, with 8
+// A block takes one tile of 64 rows of a request and a piece of its keys, 16 keys a step, with 8
 // warps in two groups. In a step
 //   scores   each group multiplies its 32 rows with the step's keys: a warp a quarter of the 576
 //            features, held in registers since the start; the quarters meet in shared memory
@@ -430,7 +430,8 @@ template <class T, bool Fp8>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params a) {
   extern __shared__ __align__(128) unsigned char attention_smem[];
   Shared &shared = *reinterpret_cast<Shared *>(attention_smem);
-  const Block block = read_block(a, kRows, kStepKeys);
+  Block block;
+  if (!read_block(a, kRows, kStepKeys, block)) return;
   if (block.steps == 0) return write_nothing<T>(a, block);
   set_up(a, block, shared);
   __syncthreads();
@@ -440,17 +441,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     Attention<T, Fp8, 1>{a, shared, threadIdx.x}.run(block);
 }
 
-template <class T, bool Fp8>
-void launch_tiles(const Params &a, Stream stream) {
-  allow_smem(attention_kernel<T, Fp8>, sizeof(Shared));
-  launch("verify_attn", attention_kernel<T, Fp8>, dim3(a.p.batch * a.splits * a.tiles),
-         dim3(kThreads), sizeof(Shared), stream, a);
-}
-
 template <class T>
 void choose_keys(const Params &a, Stream stream) {
-  a.p.kv_dtype == KDTREE_F8E4M3 ? launch_tiles<T, true>(a, stream)
-                                : launch_tiles<T, false>(a, stream);
+  launch_blocks(
+      a.p.kv_dtype == KDTREE_F8E4M3 ? attention_kernel<T, true> : attention_kernel<T, false>,
+      sizeof(Shared), a, stream);
 }
 
 void attention(const Params &a, Stream stream) {

@@ -11,12 +11,11 @@
 
 namespace kdtree::cuda::sm80 {
 
+using attention::first_partial;
 using attention::kDim;
-using attention::KeyRange;
 using attention::kLatent;
 using attention::pack;
 using attention::Params;
-using attention::Request;
 using attention::unpack;
 
 constexpr int kWarps = 8;
@@ -32,22 +31,18 @@ constexpr float kSlack = 8;
 void few_rows_attention(const Params &params, Stream stream);
 void few_rows_fp8_attention(const Params &params, Stream stream);
 
-// What a block works on: rows first_row.. of a request, and one split of its keys.
-struct Block {
-  Request request;
-  KeyRange keys;
-  int first_row, rows, split, steps;
+struct Block : attention::Work {
+  int steps;
 };
 
-__device__ __forceinline__ Block read_block(const Params &a, int tile_rows, int step_keys) {
-  Block block;
-  block.first_row = blockIdx.x % a.tiles * tile_rows;
-  block.rows = min(tile_rows, a.rows - block.first_row);
-  block.split = blockIdx.x / a.tiles % a.splits;
-  block.request = attention::read_request(a, blockIdx.x / a.tiles / a.splits);
-  block.keys = attention::split_keys(a, block.request.length, block.split);
+// Returns whether there is anything to do.
+__device__ __forceinline__ bool read_block(const Params &a, int tile_rows, int step_keys,
+                                           Block &block) {
+  let_next_start();
+  if (a.parts > 0) wait_for_previous();  // the plan is there
+  if (!attention::find_work(a, tile_rows, block)) return false;
   block.steps = (block.keys.end - block.keys.begin + step_keys - 1) / step_keys;
-  return block;
+  return true;
 }
 
 __device__ __forceinline__ float read_kv_scale(const Params &a) {
@@ -57,6 +52,13 @@ __device__ __forceinline__ float read_kv_scale(const Params &a) {
 // Of scores, for exponentials in base 2.
 __device__ __forceinline__ float score_scale(const Params &a) {
   return a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+}
+
+template <class Kernel>
+void launch_blocks(Kernel kernel, size_t smem, const Params &a, Stream stream) {
+  allow_smem(kernel, smem);
+  launch_early("verify_attn", kernel, dim3(a.blocks()), dim3(kThreads), smem, stream, a.parts > 0,
+               a);
 }
 
 // What each row of the tile sees, to `nodes`; what any does is returned. By one warp.
@@ -157,22 +159,17 @@ __device__ __forceinline__ void load_q(const Params &a, const Block &block, int 
   }
 }
 
-// Of the block's partial results: the first row.
-__device__ __forceinline__ int64_t first_partial(const Params &a, const Block &block) {
-  return (block.request.b * a.splits + block.split) * a.rows + block.first_row;
-}
-
 // The results of an empty split, or of a padding request.
 template <class T>
 __device__ void write_nothing(const Params &a, const Block &block) {
   const int64_t row = block.request.b * a.rows + block.first_row;
   for (int i = threadIdx.x; i < block.rows; i += kThreads) {
-    if (a.splits > 1)
+    if (block.place >= 0)
       a.partial_lse[first_partial(a, block) + i] = -INFINITY;
     else if (a.p.lse != nullptr)
       a.p.lse[row + i] = -INFINITY;
   }
-  if (a.splits > 1) return;
+  if (block.place >= 0) return;
   uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
   for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
 }
@@ -180,14 +177,13 @@ __device__ void write_nothing(const Params &a, const Block &block) {
 // A row's lse, from its maximum and the sum of its probabilities.
 __device__ __forceinline__ void write_lse(const Params &a, const Block &block, int row, float top,
                                           float sum) {
-  if (a.splits > 1)
+  if (block.place >= 0)
     a.partial_lse[first_partial(a, block) + row] = top + log2f(sum);
   else if (a.p.lse != nullptr)
     a.p.lse[block.request.b * a.rows + block.first_row + row] = attention::natural_log(top, sum);
 }
 
-// Rows first.. of the tile and columns from `column` on, divided by the rows' sums; partial results
-// when there are splits.
+// Rows first.. of the tile and columns from `column` on, divided by the rows' sums.
 template <class T, int Tiles, int Columns>
 __device__ __forceinline__ void write_output(const Params &a, const Block &block, int first,
                                              int column, const float *sums,
@@ -207,7 +203,7 @@ __device__ __forceinline__ void write_output(const Params &a, const Block &block
     for (int n = 0; n < Columns / 8; ++n) {
       const float low = out[band / 2][n][band % 2 * 2] * norm;
       const float high = out[band / 2][n][band % 2 * 2 + 1] * norm;
-      if (a.splits > 1)
+      if (block.place >= 0)
         *reinterpret_cast<float2 *>(partial + n * 8) = {low, high};
       else
         *reinterpret_cast<uint32_t *>(result + n * 8) = pack<T>(low, high);

@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_cons
   extern __shared__ __align__(128) unsigned char attention_smem[];
   FewRowsShared &shared = *reinterpret_cast<FewRowsShared *>(attention_smem);
 
-  const Block block = read_block(a, kFewRows, kKeys);
+  Block block;
+  if (!read_block(a, kFewRows, kKeys, block)) return;
   if (block.steps == 0) return write_nothing<T>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) set_up(a, block, shared);
@@ -247,17 +248,11 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_cons
                                   out);
 }
 
-template <class T>
-void launch_few_rows(const Params &a, Stream stream) {
-  allow_smem(few_rows_kernel<T>, sizeof(FewRowsShared));
-  launch("verify_attn", few_rows_kernel<T>, dim3(a.p.batch * a.splits * a.tiles), dim3(kThreads),
-         sizeof(FewRowsShared), stream, a);
-}
-
 void few_rows_attention(const Params &a, Stream stream) {
   if (a.p.kv_dtype == KDTREE_F8E4M3) return few_rows_fp8_attention(a, stream);
-  a.p.q_dtype == KDTREE_BF16 ? launch_few_rows<__nv_bfloat16>(a, stream)
-                             : launch_few_rows<__half>(a, stream);
+  launch_blocks(
+      a.p.q_dtype == KDTREE_BF16 ? few_rows_kernel<__nv_bfloat16> : few_rows_kernel<__half>,
+      sizeof(FewRowsShared), a, stream);
 }
 
 }  // namespace kdtree::cuda::sm80

@@ -298,7 +298,7 @@ __device__ __forceinline__ void write_fp8_output(const Params &a, const Fp8Share
 #pragma unroll
     for (int c = 0; c < kFp8Columns / 16; ++c) {
       const float low = out[c][i / 2][i % 2] * norm, high = out[c][i / 2][i % 2 + 2] * norm;
-      if (a.splits > 1)
+      if (block.place >= 0)
         *reinterpret_cast<float2 *>(partial + c * 16) = {low, high};
       else
         *reinterpret_cast<uint32_t *>(result + c * 16) = pack<T>(low, high);
@@ -312,7 +312,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) unsigned char attention_smem[];
   Fp8Shared &shared = *reinterpret_cast<Fp8Shared *>(attention_smem);
 
-  const Block block = read_block(a, kFp8Rows, kFp8Keys);
+  Block block;
+  if (!read_block(a, kFp8Rows, kFp8Keys, block)) return;
   if (block.steps == 0) return write_nothing<T>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) {
@@ -370,16 +371,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   write_fp8_output<T>(a, shared, thread, out);
 }
 
-template <class T, int Tiles>
-void launch_few_rows_fp8(const Params &a, Stream stream) {
-  allow_smem(few_rows_fp8_kernel<T, Tiles>, sizeof(Fp8Shared));
-  launch("verify_attn", few_rows_fp8_kernel<T, Tiles>, dim3(a.p.batch * a.splits * a.tiles),
-         dim3(kThreads), sizeof(Fp8Shared), stream, a);
-}
-
 template <class T>
 void choose_few_rows_fp8(const Params &a, Stream stream) {
-  a.rows > 8 ? launch_few_rows_fp8<T, 2>(a, stream) : launch_few_rows_fp8<T, 1>(a, stream);
+  launch_blocks(a.rows > 8 ? few_rows_fp8_kernel<T, 2> : few_rows_fp8_kernel<T, 1>,
+                sizeof(Fp8Shared), a, stream);
 }
 
 void few_rows_fp8_attention(const Params &a, Stream stream) {

@@ -19,8 +19,8 @@
 
 namespace kdtree::cuda::sm90 {
 
+using attention::first_partial;
 using attention::kDim;
-using attention::KeyRange;
 using attention::kLatent;
 using attention::pack;
 using attention::Params;
@@ -64,12 +64,7 @@ struct Keys {
   int box_rows;              // min(page_size, 64), or 0 where the copy engine is not used
 };
 
-// What a block works on: rows first_row.. of a request, and a piece of its keys.
-struct Block {
-  Request request;
-  KeyRange keys;
-  int first_row, rows;
-  int place;  // of its partial results; negative: the results are whole
+struct Block : attention::Work {
   int steps;  // key blocks; from `plain` on they hold positions of the tree or past the end
   int plain;
   int boxed;  // steps that the copy engine brings; the others are gathered
@@ -77,20 +72,7 @@ struct Block {
 
 // Returns whether there is anything to do.
 __device__ __forceinline__ bool read_block(const Params &a, const Keys &keys, Block &block) {
-  block.first_row = blockIdx.x % a.tiles * kRows;
-  block.rows = min(kRows, a.rows - block.first_row);
-  const int number = blockIdx.x / a.tiles;
-  if (a.parts > 0) {
-    const attention::Piece piece = a.pieces[number];
-    if (piece.b < 0) return false;
-    block.request = attention::find_request(a, piece.b, piece.nodes, piece.prefix);
-    block.keys = {piece.begin * kKeys, min(piece.end * kKeys, block.request.length)};
-    block.place = piece.place;
-  } else {
-    block.request = attention::read_request(a, number / a.splits);
-    block.keys = attention::split_keys(a, block.request.length, number % a.splits);
-    block.place = a.splits > 1 ? number : -1;
-  }
+  if (!attention::find_work(a, kRows, block)) return false;
   block.steps = (block.keys.end - block.keys.begin + kKeys - 1) / kKeys;
   block.plain = max(0, block.request.prefix + 1 - block.keys.begin) / kKeys;
   block.plain = min(block.plain, block.steps);
@@ -129,11 +111,6 @@ static_assert(sizeof(Shared) <= 232448);
 
 __device__ __forceinline__ float read_kv_scale(const Params &a) {
   return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
-}
-
-// Of the block's partial results: the first row.
-__device__ __forceinline__ int64_t first_partial(const Params &a, const Block &block) {
-  return int64_t(block.place) * a.rows + block.first_row;
 }
 
 // The results of an empty split, or of a padding request.
@@ -847,9 +824,8 @@ void attention(const Params &a, Stream stream) {
   const auto kernel =
       a.p.q_dtype == KDTREE_BF16 ? attention_kernel<__nv_bfloat16> : attention_kernel<__half>;
   allow_smem(kernel, sizeof(Shared));
-  const int64_t pieces = a.parts > 0 ? a.max_pieces : a.p.batch * a.splits;
-  launch_early("verify_attn", kernel, dim3(pieces * a.tiles), dim3(kThreads), sizeof(Shared),
-               stream, a.parts > 0, a, describe_keys(a.p));
+  launch_early("verify_attn", kernel, dim3(a.blocks()), dim3(kThreads), sizeof(Shared), stream,
+               a.parts > 0, a, describe_keys(a.p));
 }
 
 }  // namespace kdtree::cuda::sm90

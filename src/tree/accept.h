@@ -1,6 +1,6 @@
 // tree_accept: one request's walk along target_predict. Every lane walks by itself over the same
-// scratch, which costs a warp no more than one lane and needs no broadcast. The next request may
-// follow at once: until its own first sync it writes nothing that is still read for this one.
+// scratch, which costs a warp no more than one lane and needs no broadcast, and keeps in registers
+// the steps that it will write.
 #pragma once
 
 #include "tree/walk.h"
@@ -24,17 +24,41 @@ KDTREE_HD void tree_accept(Group &group, const kdtree_tree_accept_params &p, int
   });
   group.sync();
 
+  struct Step {
+    int32_t slot;
+    int64_t token;
+  };
+  constexpr int kSize = Group::kSize, kHeld = (kMaxQlen + kSize - 1) / kSize;
+  Step held[kHeld];
+  for (Step &step : held) step = {-1, -1};
+  const auto hold = [&](int step, int slot, int64_t token) {
+    const int i = kHeld > 1 ? step / kSize : 0;
+    if (group.lane() + i * kSize == step) held[i] = {slot, token};
+  };
+  // One loop over all nodes that are looked at, not a loop of their siblings in one of steps, and
+  // with a node comes what it has for the next step: one load and one comparison each.
   int steps = 0;
-  for (int slot = num_nodes > 0 ? 0 : -1; slot >= 0; ++steps) {
-    const int64_t target = scratch.target[slot];
-    if (group.lane() == 0) {
-      scratch.walk.slot[steps] = slot;
-      scratch.walk.token[steps] = target;
+  if (num_nodes > 0) {
+    int64_t target = scratch.target[0];
+    hold(steps++, 0, target);
+    for (int slot = scratch.walk.node[0].child; slot >= 0;) {
+      const WalkNode node = scratch.walk.node[slot];
+      const int64_t its_target = scratch.target[slot];
+      const bool match = node.token == target;
+      if (match) hold(steps, slot, its_target);
+      steps += match;
+      target = match ? its_target : target;
+      slot = match ? node.child : node.sibling;
     }
-    slot = next_slot(scratch.walk, slot, target);
   }
-  group.sync();
-  write_accept(group, p, b, steps, scratch.walk);
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t step = i * kSize + group.lane();
+    if (step >= p.qlen) break;
+    p.accept_index[b * p.qlen + step] = held[i].slot;
+    p.accept_tokens[b * p.qlen + step] = held[i].token;
+  }
+  if (group.lane() == 0) p.accept_token_num[b] = steps > 0 ? steps - 1 : 0;
+  group.sync();  // scratch may be used again
 }
 
 }  // namespace kdtree::tree

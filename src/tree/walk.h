@@ -1,5 +1,6 @@
-// The walk down a tree along the target's tokens, for tree_accept and tree_accept_logits: stage
-// the links of a request in scratch, go from slot to slot, write what was accepted.
+// The walk down a tree along the target's tokens: stage the links of a request in scratch, for
+// tree_accept and tree_accept_logits; and, for the latter, find the next slot and write what was
+// accepted.
 //
 // Staging makes the links safe: a link must lead up in slot number and stay below num_nodes, or it
 // counts as none. So every loop over links ends, whatever the arrays hold.

@@ -40,6 +40,19 @@ def test_scores_that_differ_in_their_last_bits(device, rng):
         check(device, *inputs, budget=64, chain_seed=chain_seed)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_log_probs_of_a_drafter(device, rng, ties):
+    """From one that is not sure, whose nodes are the root's children, to one that mostly is."""
+    for scale in (1.5, 3, 6):
+        logits = np.sort(scale * rng.standard_normal((30, 15, 4000)))[..., ::-1]
+        if ties:  # as of a 16-bit type
+            logits = np.round(logits * 16) / 16
+        inputs = case(rng, 30, 15, 64)
+        inputs[0][:] = logits[..., :64] - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for budget in (64, 33):
+            check(device, *inputs, budget=budget)
+
+
 def test_random_cases(device, rng):
     """200,000 with KDTREE_TEST_FULL=1, half of them full of exact ties."""
     for number in range(2000 if FULL else 40):

@@ -387,6 +387,59 @@ def test_bits_do_not_depend_on_what_is_not_seen(backend, rng):
     assert_same(run_attn(backend, kdtree.verify_attn, case), want)
 
 
+# ---- what whole tiles of 64 rows leave over
+
+#: Heads and Q that leave 1, 2, 5, 8, 9, 15, 16 and 17 rows.
+REST = [(1, 65), (2, 33), (5, 65), (8, 17), (9, 65), (5, 29), (16, 17), (9, 9)]
+
+
+@pytest.mark.parametrize(("heads", "qlen"), REST)
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, F16), (16, BF16), (64, F16)], ids=str)
+@pytest.mark.parametrize("visibility", VISIBILITY)
+def test_rest_of_few_rows(device, rng, heads, qlen, page_size, dtype, visibility):
+    """Pinned, so that the rest is a tile of its own kind whatever the batch is."""
+    case = attn_case(
+        rng,
+        prefix_lens=[400, 0, 63, 129, 5],
+        qlen=qlen,
+        heads=heads,
+        page_size=page_size,
+        dtype=dtype,
+        visibility=visibility,
+        num_nodes=[qlen, qlen, 2, qlen - 1, 0],
+    )
+    case.options["kv_split"] = 128
+    check_attn(device, kdtree.verify_attn, case)
+
+
+@pytest.mark.parametrize(("heads", "qlen"), [(1, 65), (8, 17), (16, 17)])
+@pytest.mark.parametrize("scale", [0.0, -1.0, 40.0])
+def test_rest_under_any_scale(device, rng, heads, qlen, scale):
+    case = attn_case(rng, prefix_lens=[500, 2], qlen=qlen, heads=heads, dtype=BF16)
+    case.options |= {"kv_split": 256, "sm_scale": scale * 576**-0.5}
+    check_attn(device, kdtree.verify_attn, case)
+
+
+@pytest.mark.parametrize(("heads", "qlen"), [(1, 65), (8, 17), (16, 17)])
+def test_bits_of_a_rest_do_not_depend_on_neighbours(device, rng, heads, qlen):
+    case = attn_case(rng, prefix_lens=[300, 10] * 30, qlen=qlen, heads=heads)
+    case.options["kv_split"] = 64
+    together = run_attn(device, kdtree.verify_attn, case)
+    two = AttnCase(
+        *(case.q[:2], case.kv_cache, case.block_table[:2], case.prefix_lens[:2]),
+        *(case.visibility[:2], case.options),
+    )
+    got = run_attn(device, kdtree.verify_attn, two)
+    assert_same(got, tuple(x[:2] for x in together))
+
+
+@pytest.mark.parametrize(("heads", "qlen"), [(1, 65), (8, 17), (16, 17)])
+def test_rest_in_a_large_batch(device, rng, heads, qlen):
+    """Without kv_split it takes many requests to be a tile of its own kind."""
+    case = attn_case(rng, prefix_lens=[70, 0, 200, 64] * 20, qlen=qlen, heads=heads, dtype=BF16)
+    check_attn(device, kdtree.verify_attn, case)
+
+
 # ---- sizes
 
 

@@ -24,10 +24,21 @@ static bool has_plan(const attention::Schedule &s, int64_t batch, bool pinned) {
   return !pinned && batch > 1 && batch <= attention::kMaxPlanned && s.tile_rows == 64;
 }
 
+// Rows that whole tiles leave over, where a tile of few rows pays. That takes many of them: a
+// second kind of tile is more code to load. Pinned calls do not ask how many, so that a request's
+// bits do not depend on its batch.
+static int few_rows(const attention::Schedule &s, int64_t batch, bool pinned) {
+  const int rows = s.rows % s.tile_rows;
+  if (!on_sm90(s) || s.tiles == 1 || rows == 0 || rows > sm90::kFewRows) return 0;
+  return pinned || batch * std::min(s.tiles, 9) >= s.at_once ? rows : 0;
+}
+
 int64_t verify_attn_workspace(int64_t batch, int64_t qlen, int64_t heads, bool pinned) {
-  const attention::Schedule s = splits_for(batch, qlen, heads, pinned);
+  attention::Schedule s = splits_for(batch, qlen, heads, pinned);
   if (!has_plan(s, batch, pinned)) return s.workspace_bytes();
-  return std::max(s.workspace_bytes(), planned(s, batch).workspace_bytes());
+  const int64_t whole = std::max(s.workspace_bytes(), planned(s, batch).workspace_bytes());
+  s.few_rows = few_rows(s, batch, pinned);
+  return std::max(whole, planned(s, batch).workspace_bytes());
 }
 
 void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
@@ -36,11 +47,13 @@ void verify_attn(const kdtree_verify_attn_params &p, Stream stream) {
   if (blocks > INT32_MAX || p.batch * s.rows > INT32_MAX)
     throw ValueError("batch: expected fewer than 2^31 rows (batch * qlen * heads), got batch " +
                      std::to_string(p.batch));
+  if (p.kv_dtype == p.q_dtype) s.few_rows = few_rows(s, p.batch, p.kv_split > 0);
   if (has_plan(s, p.batch, p.kv_split > 0)) s = planned(s, p.batch);
 
   attention::Params a{};
   a.p = p;
   a.rows = s.rows, a.tiles = s.tiles, a.splits = s.splits;
+  a.few_rows = s.few_rows, a.load = s.load();
   a.entry_bytes = p.block_table == nullptr && p.kv_indices_dtype == KDTREE_I64 ? 8 : 4;
   while (int64_t(1) << a.page_shift < p.page_size) ++a.page_shift;
   a.parts = s.parts, a.max_pieces = s.max_pieces, a.max_merges = s.max_merges;

@@ -29,7 +29,8 @@ void attention(const attention::Params &params, Stream stream);
 
 namespace kdtree::cuda::sm90 {
 
-// 64-row tiles, a block an SM.
+// 64-row tiles, a block an SM; the last one may be of a kind for few rows, up to kFewRows.
+constexpr int kFewRows = 16;
 void attention(const attention::Params &params, Stream stream);
 
 }  // namespace kdtree::cuda::sm90

@@ -31,6 +31,8 @@ struct Params {
   kdtree_verify_attn_params p;
   int rows;         // Q * H: the rows of a request, slot-major (row = slot * H + head)
   int tiles;        // of rows, per request
+  int few_rows;     // of the last tile, where it is of the kind for few; else 0
+  float load;       // of all tiles, in whole ones
   int splits;       // of keys, per request; 1: the kernel writes out and lse itself
   int page_shift;   // log2(page_size)
   int entry_bytes;  // of a table entry: 4, or 8 for int64 CSR rows

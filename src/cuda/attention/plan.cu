@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kMaxPlanned)
   int64_t parts = 1;
   double best = INFINITY;
   for (int waves = 1; waves <= 2; ++waves) {
-    const int64_t p = max(int64_t(1), min(int64_t(min(waves * at_once / a.tiles, a.parts)),
+    const int64_t p = max(int64_t(1), min(int64_t(min(int(waves * at_once / a.load), a.parts)),
                                           total / (2 * kPieceBlocks)));
     const double time = waves * (double(total) / p + kPieceBlocks);
     if (time < best) best = time, parts = p;

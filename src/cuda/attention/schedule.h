@@ -10,12 +10,17 @@
 
 namespace kdtree::cuda::attention {
 
+constexpr float kFewRowsLoad = 0.6f;  // what a tile of few rows costs, in whole ones
+
 struct Schedule {
   int rows, tile_rows, tiles, splits;
   int at_once;                        // blocks that the GPU runs
   int parts, max_pieces, max_merges;  // of a plan; 0 where there is none
   int64_t places;                     // of partial results
+  int few_rows;                       // of the last tile, where it is of the kind for few; else 0
 
+  // Of all tiles, in whole ones.
+  float load() const { return few_rows > 0 ? tiles - 1 + kFewRowsLoad : tiles; }
   static int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
   int64_t plan_bytes() const {
     return round_up(max_pieces * int64_t(sizeof(Piece)) + max_merges * int64_t(sizeof(Merge)));
@@ -58,12 +63,13 @@ inline Schedule schedule(int64_t batch, int64_t qlen, int64_t heads, bool pinned
           0,
           0,
           0,
-          splits > 1 ? batch * splits : 0};
+          splits > 1 ? batch * splits : 0,
+          0};
 }
 
 // A plan in place of splits: in at most so many parts that the tiles of all fill the GPU twice.
 inline Schedule planned(Schedule s, int64_t batch) {
-  s.parts = std::clamp(2 * s.at_once / s.tiles, 1, kMaxParts);
+  s.parts = std::clamp(static_cast<int>(2 * s.at_once / s.load()), 1, kMaxParts);
   s.max_pieces = static_cast<int>(batch) + s.parts - 1;
   s.max_merges = std::min(static_cast<int>(batch), s.parts - 1);
   s.places = 2 * (s.parts - 1);

@@ -52,6 +52,17 @@ __device__ __forceinline__ void wait(uint64_t &barrier, int parity) {
 __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// The same; whether `x` holds for any of them.
+__device__ __forceinline__ bool any_thread(int number, int threads, bool x) {
+  int any;
+  asm volatile(
+      "{.reg .pred in, out; setp.ne.b32 in, %1, 0;"
+      " barrier.cta.red.or.pred out, %2, %3, in; selp.s32 %0, 1, 0, out;}"
+      : "=r"(any)
+      : "r"(int(x)), "r"(number), "r"(threads)
+      : "memory");
+  return any != 0;
+}
 // What threads wrote to shared memory becomes visible to products and the copy engine.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -116,6 +127,20 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
+}
+
+// N matrices, transposed.
+template <int N>
+__device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&m)[N]) {
+  if constexpr (N == 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
+                 "r"(m[0]), "r"(m[1])
+                 : "memory");
+  else
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+        "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+        : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t *m, uint32_t address) {
@@ -227,6 +252,38 @@ __device__ __forceinline__ void multiply_values(float (&d)[64], const uint32_t *
     KDTREE_VALUES("bf16");
 }
 #undef KDTREE_VALUES
+
+// d (64 x Rows) = or += a (64 x 16) b (16 x Rows), Rows 8 or 16, b along k, its tiles one after the
+// other; a along k or, where Down, down k.
+#define KDTREE_FEW(ROWS, TYPE, D, A, B, ADD, DOWN, STRIDE_A, STRIDE_B, ...)                   \
+  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, " ADD                           \
+               ", 0;" KDTREE_DESCRIPTOR("a", A, STRIDE_A) KDTREE_DESCRIPTOR(                  \
+                   "b", B, STRIDE_B) "wgmma.mma_async.sync.aligned.m64n" ROWS "k16.f32." TYPE \
+                                     "." TYPE " {" D "}, a, b, p, 1, 1, " DOWN ", 0;}"        \
+               : __VA_ARGS__                                                                  \
+               : "r"(a), "r"(b), "n"(Add), "n"(Down), "n"(descriptor_high(Stride)),           \
+                 "n"(descriptor_high(kTile))                                                  \
+               : "memory")
+#define KDTREE_FEW_8(TYPE)                                                                \
+  KDTREE_FEW("8", TYPE, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8", "%9", "+f"(d[0]), \
+             "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
+#define KDTREE_FEW_16(TYPE)                                                                        \
+  KDTREE_FEW("16", TYPE, "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", "%11", "%12", "%13", \
+             KDTREE_FLOATS_8(d, 0))
+template <class T, int Rows, int Add, int Down, int Stride>
+__device__ __forceinline__ void multiply_few(float (&d)[Rows / 2], uint32_t a, uint32_t b) {
+  if constexpr (Rows == 8 && std::is_same_v<T, __half>)
+    KDTREE_FEW_8("f16");
+  else if constexpr (Rows == 8)
+    KDTREE_FEW_8("bf16");
+  else if constexpr (std::is_same_v<T, __half>)
+    KDTREE_FEW_16("f16");
+  else
+    KDTREE_FEW_16("bf16");
+}
+#undef KDTREE_FEW_8
+#undef KDTREE_FEW_16
+#undef KDTREE_FEW
 #undef KDTREE_FLOATS_8
 #undef KDTREE_FLOATS_32
 #undef KDTREE_DESCRIPTOR

@@ -328,7 +328,9 @@ struct Attention {
     if (step % kSlots + 8 == static_cast<int>(thread / 32 * 2))  // warp 4 or 5, every other step
       find_keys<Fp8>(a, shared, step % kSlots / 2, step * kStepKeys + kLapKeys);
     const auto meanwhile = [&](int j) {
-      if (j == 4) values.rescale(shared, step - 1, at, rescaled);
+      // A branch, which waits for what is being loaded, and across which the compiler moves no
+      // product: it stands where that costs least. With e4m3 there are no registers for that.
+      if (j == (Fp8 ? 4 : 8)) values.rescale(shared, step - 1, at, rescaled);
       if (j == 6) values.start(shared, step - 1, at);
       if (j == 7 && kTiles == 4) values.load_probabilities(0), values.load_probabilities(1);
       if (j == 8) values.load_probabilities(kTiles - 2), values.load_probabilities(kTiles - 1);

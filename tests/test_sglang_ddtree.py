@@ -563,23 +563,6 @@ def test_without_seeds_it_draws_anew(rounds):
     assert drawn[0] != drawn[1]
 
 
-def test_memory_for_sampling_is_set_aside(rounds):
-    """On a GPU what filtering the largest batch by top-p takes, beside its logits."""
-    r = rounds()
-    text, _ = r.plain()
-    worker, runner = r.worker(text), r.setting.runner
-    runner.max_decode_logits_rows, runner.max_running_requests = lambda: 1000 * QLEN + 1, 3000
-    runner.prewarm_sampling = lambda: "nothing"
-    result = worker.prewarm_sampling()
-    if DEVICE == "cpu":
-        assert result == "nothing"
-        return
-    assert runner.sampling_prewarm_result is result
-    logits = 4 * 1000 * QLEN * runner.model_config.vocab_size
-    assert result.sampling_input_bytes == logits
-    assert result.sampling_headroom_bytes > 3 * logits  # beside them, what is kept and sorting it
-
-
 def test_what_top_k_top_p_and_min_p_allow_is_sglangs(sglang, rng, monkeypatch):
     from kdtree.sglang import ddtree
     from kdtree.sglang.ddtree import allowed

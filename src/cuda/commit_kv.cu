@@ -6,12 +6,13 @@
 //
 // Every block works out the moves of its request for itself: accept_index, the prefix and the count
 // in one memory round trip, block_table in a second one, for each slot whether it moves or not. The
-// rows lie in shared memory while they move, 32 KB a block and up to 6 blocks a multiprocessor: all
-// bytes of a batch that fits are in flight at once.
+// rows lie in shared memory while they move, 32 KB a block and up to 6 blocks a multiprocessor of
+// sm_90 (2 where it has 100 KB): all bytes of a batch that fits are in flight at once.
 //
 // Moves 2 x layers x rows x 1,152 bytes a request: 27 MB at 61 layers, 6 rows and 32 requests,
-// 6.3 us at 4.3 TB/s. Measured on an H200, 5 rows moving, with an L2 full of somebody else's changed
-// lines: 13.5 us, of which an empty kernel is 3.3 and the round trips 4, as for one request.
+// 6.3 us at 4.3 TB/s. Measured on an H200, 5 rows moving, with an L2 full of somebody else's
+// changed lines: 13.5 us, of which an empty kernel is 3.3 and the round trips 4, as for one
+// request.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@ namespace kdtree::cuda {
 
 constexpr int kCommitThreads = 256;
 constexpr int kCommitBytes = 32768;    // of rows in flight a block
-constexpr int kCommitBlocksPerSm = 6;  // by its shared memory
+constexpr int kCommitBlocksPerSm = 6;  // of sm_90, by its shared memory
 constexpr int kMaxLayers = 448;        // of one launch
 
 struct CommitParams {

@@ -71,10 +71,6 @@ ALGORITHM_SIGNATURES = {
     _DFLASH + "init_attention_backends": "self",
     _DFLASH + "init_cuda_graphs": "self",
     _DFLASH + "prewarm_sampling": "self",
-    _DFLASH + "_prewarm_batch_size": "self block_size",
-    _SRT + "model_executor.model_runner:SamplingPrewarmResult": (
-        "sampling_input_bytes sampling_headroom_bytes"
-    ),
     _DFLASH + "_maybe_build_draft_sampler": "self",
     _DFLASH + "_validate_phase1_sampling_support": "self batch",
     _DFLASH + "_can_skip_verify_logits": "self batch sampling_info",
@@ -164,9 +160,9 @@ ALGORITHM_FIELDS = {
 }
 ALGORITHM_ATTRIBUTES = {
     _DFLASH + "__init__": (
-        "model_runner device draft_parallel_layout draft_model_runner draft_model "
-        "selector lilicorr _is_domino block_size _mask_token_id _noise_embed_scale "
-        "_draft_block_spec_info _target_logits_processor _tp_sync"
+        "model_runner draft_parallel_layout draft_model_runner draft_model selector lilicorr "
+        "_is_domino block_size _mask_token_id _noise_embed_scale _draft_block_spec_info "
+        "_target_logits_processor _tp_sync"
     ),
 }
 

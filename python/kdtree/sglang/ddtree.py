@@ -18,7 +18,6 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import (
@@ -166,25 +164,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """None: the drafter's graph ends at its hidden states."""
 
     def prewarm_sampling(self) -> Any:
-        """Measures what sampling takes at most, which SGLang then leaves free beside the cache."""
-        runner = self.model_runner
-        if torch.device(self.device).type != "cuda":
-            return runner.prewarm_sampling()
-        batch, vocab = self._prewarm_batch_size(self.qlen), runner.model_config.vocab_size
-        off = torch.zeros(batch, device=self.device)
-        sampling = SimpleNamespace(
-            temperatures=off[:, None] + 1, top_ks=off.int() + vocab, top_ps=off + 0.95, min_ps=off,
-            need_top_k_sampling=False, need_top_p_sampling=True, need_min_p_sampling=False,
-        )  # fmt: skip
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        logits = torch.zeros(batch * self.qlen, vocab, device=self.device)
-        allowed(logits, sampling, self.qlen)
-        runner.sampling_prewarm_result = SamplingPrewarmResult(
-            sampling_input_bytes=logits.nbytes,
-            sampling_headroom_bytes=torch.cuda.max_memory_allocated(self.device) - before,
-        )
-        return runner.sampling_prewarm_result
+        return self.model_runner.prewarm_sampling()
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Nothing: sampling needs none of SGLang's kernels."""
@@ -465,7 +445,7 @@ def allowed(logits: Tensor, sampling: Any, qlen: int) -> Tensor:
         return logits
     settings = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     kept = torch.empty_like(logits)
-    # Sorting takes several times the memory of what it sorts.
+    # Sorting takes several times the memory of what it sorts, which SGLang has not set aside.
     step = max(1, SORTED // (qlen * logits.shape[-1]))
     for start in range(0, len(sampling.top_ks), step):
         some = slice(start * qlen, (start + step) * qlen)

@@ -26,7 +26,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: see scripts/sglang_bed.py", allow_module_level=True)
 
 import torch
-from kdtree import interop
+from kdtree import interop, reference
 from kdtree import sglang as plugin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -267,6 +267,54 @@ def test_links_and_walk_of_random_trees_are_sglangs(sglang, rng, topk, steps, ql
         for got, want in zip(ours[:3], theirs, strict=True):
             assert torch.equal(got, want)
         assert int(ours[2].max()) > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize(("depth", "k", "qlen"), [(2, 4, 5), (5, 4, 16), (7, 8, 33), (15, 16, 65)])
+def test_best_first_trees_are_sglangs(sglang, rng, monkeypatch, depth, k, qlen):
+    """build_ddtree is its UNO builder, where no scores tie, and links are those of that tree."""
+    if importlib.util.find_spec("flashinfer") is None:  # whose top_k the module imports
+        monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(top_k=None))
+    uno = importlib.import_module("sglang.kernels.ops.speculative.uno_tree")
+    from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
+
+    batch, width = 500 if FULL else 30, k * (depth - 1) + 1
+    # Multiples of 2^-12, whose sums are exact in the builder's float32.
+    grid = np.cumsum(rng.integers(1, 6000, (batch, depth, k)), -1)
+    logprobs = torch.from_numpy((grid / -4096).astype(np.float32)).to(DEVICE)
+    ids = torch.from_numpy(rng.integers(0, 1000, (batch, depth, k))).to(DEVICE)
+    prefix = torch.from_numpy(rng.integers(0, 50, batch)).to(DEVICE)
+    roots = torch.full((batch,), 7, device=DEVICE)
+    tree = kdtree.build_ddtree(logprobs, ids, roots, prefix.int(), budget=qlen - 1)
+
+    new = {"dtype": torch.int64, "device": DEVICE}
+    tokens, edges = torch.zeros((2, batch, qlen - 1), **new)
+    lists = torch.zeros((batch, width), **new)
+    search = torch.zeros((batch, qlen), dtype=torch.int32, device=DEVICE)
+    uno._build_tree_kernel[(batch,)](
+        *(ids, logprobs, tokens, edges, lists, search, search.float()),
+        *(*ids.stride(), *logprobs.stride(), width),
+        NUM_DEPTHS=depth, K=k, Q=qlen, BLOCK_CANDIDATES=1 << (qlen * k - 1).bit_length(),
+    )  # fmt: skip
+    # Those without a tie, up to the node that just does not belong any more.
+    more = reference.build_ddtree(
+        *(logprobs.cpu().numpy(), ids.cpu().numpy(), roots.cpu().numpy()),
+        prefix.int().cpu().numpy(),
+        budget=min(qlen, kdtree.MAX_QLEN - 1),
+    )
+    apart = torch.from_numpy((np.diff(more.scores[:, 1:]) < 0).all(1)).to(DEVICE)
+    assert apart.float().mean() > 0.8
+    assert torch.equal(tokens[apart], tree.draft_tokens[apart, 1:])
+    assert torch.equal((edges // k)[apart], tree.parents[apart, 1:].long())
+
+    mask = torch.ones(batch * qlen * qlen, dtype=torch.bool, device=DEVICE)
+    built = sglang_build(
+        *(x.cpu().numpy() for x in (lists, edges)),
+        *(prefix, k, depth, qlen, mask, TreeMaskMode.QLEN_ONLY),
+    )
+    assert torch.equal(built[0].view(batch, qlen)[apart], tree.positions[apart])
+    for got, want in zip(built[1:], interop.sglang_retrieve(tree), strict=True):
+        assert torch.equal(got[apart], want[apart])
 
 
 # ---- attention, on SGLang's own pools

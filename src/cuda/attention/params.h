@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cmath>
+
 #include "tree/limits.h"
 
 namespace kdtree::cuda::attention {
@@ -49,6 +51,15 @@ struct Params {
   // Of attention: one for each tile and split or piece.
   int64_t blocks() const { return (parts > 0 ? max_pieces : p.batch * splits) * tiles; }
 };
+
+__device__ __forceinline__ float read_kv_scale(const Params &a) {
+  return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
+}
+
+// Of scores, for exponentials in base 2.
+__device__ __forceinline__ float score_scale(const Params &a) {
+  return a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
+}
 
 struct Request {
   int64_t b;
@@ -136,6 +147,21 @@ __device__ __forceinline__ bool find_work(const Params &a, int tile_rows, Work &
 // Of the block's partial results: the first row.
 __device__ __forceinline__ int64_t first_partial(const Params &a, const Work &work) {
   return int64_t(work.place) * a.rows + work.first_row;
+}
+
+// The results of a piece without keys, or of a padding request, by a block of Threads.
+template <class T, int Threads>
+__device__ void write_nothing(const Params &a, const Work &work) {
+  const int64_t row = work.request.b * a.rows + work.first_row;
+  for (int i = threadIdx.x; i < work.rows; i += Threads) {
+    if (work.place >= 0)
+      a.partial_lse[first_partial(a, work) + i] = -INFINITY;
+    else if (a.p.lse != nullptr)
+      a.p.lse[row + i] = -INFINITY;
+  }
+  if (work.place >= 0) return;
+  uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
+  for (int i = threadIdx.x; i < work.rows * (kLatent / 8); i += Threads) out[i] = {};
 }
 
 // The nodes that a slot sees: the visibility word, made safe.

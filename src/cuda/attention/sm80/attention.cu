@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   Shared &shared = *reinterpret_cast<Shared *>(attention_smem);
   Block block;
   if (!read_block(a, kRows, kStepKeys, block)) return;
-  if (block.steps == 0) return write_nothing<T>(a, block);
+  if (block.steps == 0) return write_nothing<T, kThreads>(a, block);
   set_up(a, block, shared);
   __syncthreads();
   if (block.rows > kGroupRows)

@@ -16,7 +16,10 @@ using attention::kDim;
 using attention::kLatent;
 using attention::pack;
 using attention::Params;
+using attention::read_kv_scale;
+using attention::score_scale;
 using attention::unpack;
+using attention::write_nothing;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
@@ -43,15 +46,6 @@ __device__ __forceinline__ bool read_block(const Params &a, int tile_rows, int s
   if (!attention::find_work(a, tile_rows, block)) return false;
   block.steps = (block.keys.end - block.keys.begin + step_keys - 1) / step_keys;
   return true;
-}
-
-__device__ __forceinline__ float read_kv_scale(const Params &a) {
-  return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
-}
-
-// Of scores, for exponentials in base 2.
-__device__ __forceinline__ float score_scale(const Params &a) {
-  return a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f;
 }
 
 template <class Kernel>
@@ -128,50 +122,46 @@ __device__ __forceinline__ const char *find_key(const Params &a, int position,
   return static_cast<const char *>(a.p.kv_cache) + row * (Fp8 ? 1 : 2);
 }
 
+// A row of q, from one of its features on, and the same of its rope part.
+template <class T>
+struct QRow {
+  const T *latent, *rope;
+};
+
+template <class T>
+__device__ __forceinline__ QRow<T> find_q(const kdtree_verify_attn_params &p, int64_t b, int slot,
+                                          int head, int feature) {
+  const T *latent = static_cast<const T *>(p.q) + b * p.q_stride_b + slot * p.q_stride_q +
+                    head * p.q_stride_h + feature;
+  const T *rope = latent + kLatent;
+  if (p.q_rope != nullptr)
+    rope = static_cast<const T *>(p.q_rope) + b * p.q_rope_stride_b + slot * p.q_rope_stride_q +
+           head * p.q_rope_stride_h + feature;
+  return {latent, rope};
+}
+
 // Rows first + 8 (i ^ turn) + g of the tile, for each 8-row band i, as operands: features
 // 16 (f + 4 j) .. + 15 of feature group f for each j. The last j is the rope part.
 template <class T, int Tiles>
 __device__ __forceinline__ void load_q(const Params &a, const Block &block, int first, int turn,
                                        int feature_group, uint32_t (&q)[kFeatureSteps][Tiles][4]) {
-  const kdtree_verify_attn_params &p = a.p;
   const int lane = threadIdx.x % 32;
-  const int heads = static_cast<int>(p.heads);
+  const int heads = static_cast<int>(a.p.heads);
   const int feature = feature_group * 16 + lane % 4 * 2;
 #pragma unroll
   for (int band = 0; band < 2 * Tiles; ++band) {
     const int i = first + (band ^ turn) * 8 + lane / 4;
-    const int64_t b = block.request.b;
-    const int slot = (block.first_row + i) / heads, head = (block.first_row + i) % heads;
-    const T *latent = static_cast<const T *>(p.q) + b * p.q_stride_b + slot * p.q_stride_q +
-                      head * p.q_stride_h + feature;
-    const T *rope = latent + kLatent;
-    if (p.q_rope != nullptr)
-      rope = static_cast<const T *>(p.q_rope) + b * p.q_rope_stride_b + slot * p.q_rope_stride_q +
-             head * p.q_rope_stride_h + feature;
+    const QRow<T> row = find_q<T>(a.p, block.request.b, (block.first_row + i) / heads,
+                                  (block.first_row + i) % heads, feature);
 #pragma unroll
     for (int j = 0; j < kFeatureSteps; ++j) {
-      const T *from = j < kFeatureSteps - 1 ? latent + j * 64 : rope;
+      const T *from = j < kFeatureSteps - 1 ? row.latent + j * 64 : row.rope;
 #pragma unroll
       for (int k = 0; k < 2; ++k)
         q[j][band / 2][band % 2 + k * 2] =
             i < block.rows ? *reinterpret_cast<const uint32_t *>(from + k * 8) : 0;
     }
   }
-}
-
-// The results of an empty split, or of a padding request.
-template <class T>
-__device__ void write_nothing(const Params &a, const Block &block) {
-  const int64_t row = block.request.b * a.rows + block.first_row;
-  for (int i = threadIdx.x; i < block.rows; i += kThreads) {
-    if (block.place >= 0)
-      a.partial_lse[first_partial(a, block) + i] = -INFINITY;
-    else if (a.p.lse != nullptr)
-      a.p.lse[row + i] = -INFINITY;
-  }
-  if (block.place >= 0) return;
-  uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
-  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
 }
 
 // A row's lse, from its maximum and the sum of its probabilities.

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_cons
 
   Block block;
   if (!read_block(a, kFewRows, kKeys, block)) return;
-  if (block.steps == 0) return write_nothing<T>(a, block);
+  if (block.steps == 0) return write_nothing<T, kThreads>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) set_up(a, block, shared);
   __syncthreads();

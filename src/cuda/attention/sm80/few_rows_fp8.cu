@@ -94,27 +94,20 @@ __device__ __forceinline__ float q_scale(uint32_t largest) {
 template <class T, int Tiles>
 __device__ __forceinline__ void load_fp8_q(const Params &a, Fp8Shared &shared, int feature_group,
                                            uint32_t (&q)[kFeatureSteps][Tiles][2]) {
-  const kdtree_verify_attn_params &p = a.p;
   const Block &block = shared.block;
   const int lane = threadIdx.x % 32;
-  const int heads = static_cast<int>(p.heads);
+  const int heads = static_cast<int>(a.p.heads);
   const int feature = feature_group * 16 + lane % 4 * 4;
 #pragma unroll
   for (int tile = 0; tile < Tiles; ++tile) {
     const int i = tile * 8 + lane / 4;
-    const int64_t b = block.request.b;
-    const int slot = i / heads, head = i % heads;
-    const T *latent = static_cast<const T *>(p.q) + b * p.q_stride_b + slot * p.q_stride_q +
-                      head * p.q_stride_h + feature;
-    const T *rope = latent + kLatent;
-    if (p.q_rope != nullptr)
-      rope = static_cast<const T *>(p.q_rope) + b * p.q_rope_stride_b + slot * p.q_rope_stride_q +
-             head * p.q_rope_stride_h + feature;
+    const QRow<T> row = find_q<T>(a.p, block.request.b, i / heads, i % heads, feature);
 #pragma unroll
     for (int j = 0; j < kFeatureSteps; ++j) {
       uint2 four{};
       if (i < block.rows)
-        four = *reinterpret_cast<const uint2 *>(j < kFeatureSteps - 1 ? latent + j * 64 : rope);
+        four = *reinterpret_cast<const uint2 *>(j < kFeatureSteps - 1 ? row.latent + j * 64
+                                                                      : row.rope);
       q[j][tile][0] = four.x, q[j][tile][1] = four.y;
     }
   }
@@ -314,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   Block block;
   if (!read_block(a, kFp8Rows, kFp8Keys, block)) return;
-  if (block.steps == 0) return write_nothing<T>(a, block);
+  if (block.steps == 0) return write_nothing<T, kThreads>(a, block);
   unsigned thread = threadIdx.x;
   if (thread < 32) {
     const uint64_t all = read_nodes(a, block, kFp8Rows, shared.nodes);

@@ -47,30 +47,17 @@ __device__ __forceinline__ void settle_out(Results &r) {
   settle(r.out[1]);
 }
 
-// scores += q keys, for one piece of the features, once it is there. turn: how many key blocks the
-// buffer has held before.
+// scores += q keys, for a piece of the features.
 template <class T, int Piece>
 __device__ __forceinline__ void score(Shared &shared, int buffer, int turn, bool gathered,
                                       float (&s)[32]) {
-  const uint32_t q = along_rows(shared_address(shared.q)) + first_panel(Piece) * (kPanelBytes / 16);
-  const uint32_t k = along_rows(shared_address(shared.keys[buffer]) + piece_start(Piece));
   constexpr int kStride = piece_panels(Piece) * kTile;
-  wait(shared.full[buffer][Piece], turn % 2);
-  if (gathered) fence_async();
-  fence_products();
-#pragma unroll
-  for (int panel = 0; panel < piece_panels(Piece); ++panel) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t to_q = q + panel * (kPanelBytes / 16) + i * 2;
-      const uint32_t to_k = k + panel * kTile + i * 2;
-      if (Piece == nth_piece(0) && panel == 0 && i == 0)
-        multiply_scores<T, 0, kStride>(s, to_q, to_k);
-      else
-        multiply_scores<T, 1, kStride>(s, to_q, to_k);
-    }
-  }
-  commit_products();
+  score_piece<Piece>(shared, buffer, turn, gathered, [&](int i, uint32_t to_q, uint32_t to_k) {
+    if (Piece == nth_piece(0) && i == 0)
+      multiply_scores<T, 0, kStride>(s, to_q, to_k);
+    else
+      multiply_scores<T, 1, kStride>(s, to_q, to_k);
+  });
 }
 
 // out += probabilities values, for 64 keys and half the columns; a group of products for each
@@ -392,7 +379,7 @@ __device__ __forceinline__ void run_consumer(const Params &a, const Block &block
   const int warpgroup = uniform(threadIdx.x / 128);
   grow_registers<232>();
   prepare(a, block, shared);
-  Scale scale{1, a.p.sm_scale * read_kv_scale(a) * 1.44269504088896341f};  // for base 2
+  Scale scale{1, attention::score_scale(a)};  // for base 2
   if (!(scale.inside > 0)) scale = {scale.inside, 1};
   const Loop loop{block.steps, block.plain, block.boxed, block.keys.begin - block.request.prefix};
   consume(loop, scale, warpgroup, shared);
@@ -421,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (a.parts > 0) wait_for_previous();  // the plan is there
   Block block;
   if (!read_block(a, keys, block)) return;
-  if (block.steps == 0) return write_nothing<T>(a, block);
+  if (block.steps == 0) return attention::write_nothing<T, kThreads>(a, block);
   // Lets the compiler know that warps do not diverge.
   block.steps = uniform(block.steps);
   block.plain = uniform(block.plain);

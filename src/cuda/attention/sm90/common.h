@@ -15,6 +15,7 @@ using attention::kDim;
 using attention::kLatent;
 using attention::pack;
 using attention::Params;
+using attention::read_kv_scale;
 using attention::Request;
 using attention::unpack;
 
@@ -115,25 +116,6 @@ struct Shared {
   float sums[2][2][kRows];                       // warpgroup; exact, and as rounded to T
 };
 static_assert(sizeof(Shared) <= 232448);
-
-__device__ __forceinline__ float read_kv_scale(const Params &a) {
-  return a.p.kv_scale_ptr != nullptr ? *a.p.kv_scale_ptr : a.p.kv_scale;
-}
-
-// The results of an empty split, or of a padding request.
-template <class T>
-__device__ void write_nothing(const Params &a, const Block &block) {
-  const int64_t row = block.request.b * a.rows + block.first_row;
-  for (int i = threadIdx.x; i < block.rows; i += kThreads) {
-    if (block.place >= 0)
-      a.partial_lse[first_partial(a, block) + i] = -INFINITY;
-    else if (a.p.lse != nullptr)
-      a.p.lse[row + i] = -INFINITY;
-  }
-  if (block.place >= 0) return;
-  uint4 *out = reinterpret_cast<uint4 *>(static_cast<T *>(a.p.out) + row * kLatent);
-  for (int i = threadIdx.x; i < block.rows * (kLatent / 8); i += kThreads) out[i] = {};
-}
 
 // ---- producers
 
@@ -368,6 +350,25 @@ struct Scale {
 
 __device__ __forceinline__ void release(Shared &shared, int buffer, int piece) {
   if (threadIdx.x % 32 == 0) arrive(shared.empty[buffer][piece]);
+}
+
+// The products of q and keys for a piece of the features, once that is there: multiply(i, to_q,
+// to_k) for the i-th 16 of them. turn: how many key blocks the buffer has held before.
+template <int Piece, class Multiply>
+__device__ __forceinline__ void score_piece(Shared &shared, int buffer, int turn, bool gathered,
+                                            const Multiply &multiply) {
+  const uint32_t q = along_rows(shared_address(shared.q)) + first_panel(Piece) * (kPanelBytes / 16);
+  const uint32_t k = along_rows(shared_address(shared.keys[buffer]) + piece_start(Piece));
+  wait(shared.full[buffer][Piece], turn % 2);
+  if (gathered) fence_async();
+  fence_products();
+#pragma unroll
+  for (int panel = 0; panel < piece_panels(Piece); ++panel) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      multiply(panel * 4 + i, q + panel * (kPanelBytes / 16) + i * 2, k + panel * kTile + i * 2);
+  }
+  commit_products();
 }
 
 // What both warpgroups need before their first product.

@@ -45,25 +45,13 @@ __device__ __forceinline__ void reduce_keys(float (&x)[N], const F &both) {
 template <class T, int Rows, int Piece>
 __device__ __forceinline__ void score_few(Shared &shared, int buffer, int turn, bool gathered,
                                           float (&s)[2][Rows / 2]) {
-  const uint32_t q = along_rows(shared_address(shared.q)) + first_panel(Piece) * (kPanelBytes / 16);
-  const uint32_t k = along_rows(shared_address(shared.keys[buffer]) + piece_start(Piece));
   constexpr int kStride = piece_panels(Piece) * kTile;
-  wait(shared.full[buffer][Piece], turn % 2);
-  if (gathered) fence_async();
-  fence_products();
-#pragma unroll
-  for (int panel = 0; panel < piece_panels(Piece); ++panel) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t to_q = q + panel * (kPanelBytes / 16) + i * 2;
-      const uint32_t to_k = k + panel * kTile + i * 2;
-      if (Piece == nth_piece(0) && panel == 0 && i < 2)
-        multiply_few<T, Rows, 0, 0, kStride>(s[i % 2], to_k, to_q);
-      else
-        multiply_few<T, Rows, 1, 0, kStride>(s[i % 2], to_k, to_q);
-    }
-  }
-  commit_products();
+  score_piece<Piece>(shared, buffer, turn, gathered, [&](int i, uint32_t to_q, uint32_t to_k) {
+    if (Piece == nth_piece(0) && i < 2)
+      multiply_few<T, Rows, 0, 0, kStride>(s[i % 2], to_k, to_q);
+    else
+      multiply_few<T, Rows, 1, 0, kStride>(s[i % 2], to_k, to_q);
+  });
 }
 
 // out += values probabilities, for 64 keys and a piece of the columns. p: where probabilities are.

@@ -110,6 +110,16 @@ def test_rows_that_swap(backend, rng):
     check(backend, list(filled(rng, (2, pages, 2, 576), np.float16)), table, prefix, accept)
 
 
+def test_of_rows_to_one_place_the_last_wins(backend, rng):
+    # Also one that stays where it is, after others that went there.
+    index = rng.integers(0, 24, (20, 24)).astype(np.int32)
+    index = np.where(rng.random(index.shape) < 0.5, np.arange(24, dtype=np.int32), index)
+    accept = Accept(index, rng.integers(0, 24, 20).astype(np.int32), np.zeros((20, 24), int))
+    loc = 16 * np.arange(20)[:, None] + rng.integers(0, 16, (20, 24))
+    layers = filled(rng, (2, 80, 4, 8), np.float16)
+    check(backend, list(layers), None, None, accept, cache_loc=loc)
+
+
 def test_rows_outside_the_cache_are_left_alone(backend, rng):
     accept = accepted(rng, 12, 8)
     accept.accept_token_num[accept.accept_index[:, 0] >= 0] = 7
@@ -152,6 +162,12 @@ def test_batch_sizes(device, rng, batch):
     layers = list(filled(rng, (2, 3 * batch + 1, 1, 8), np.float16))
     loc = rng.permutation(3 * batch).reshape(batch, 3)
     check(device, layers, None, None, accept, cache_loc=loc)
+
+
+def test_more_columns_than_one_launch_takes(device, rng):
+    accept = Accept(np.array([[1, 0]], np.int32), np.array([1], np.int32), np.zeros((1, 2), int))
+    layers = filled(rng, (3, 1, 2, 2**23 - 1), "u1")
+    check(device, list(layers), None, None, accept, cache_loc=np.array([[0, 1]]))
 
 
 def test_rows_past_four_million(device, rng):

@@ -1,18 +1,18 @@
 // commit_kv on CUDA: all layers in one launch, their base pointers in the kernel's parameters. A
-// request's work is a list of columns, each 16 bytes of a row in one layer, and a thread takes one
-// column at a time: it reads that column of every row that moves, then writes them all, so nobody
-// waits for anybody else. A block is 256 columns, or a stride of such pieces once all blocks of a
-// full GPU have one: half as many blocks as of 128, which start 0.4 us sooner.
+// request's work is a list of columns, each 16 bytes of a row in one layer. A thread has one
+// column: it reads that of every row that moves, then writes them all, so nobody waits for anybody
+// else. A block is 256 columns, and 5 blocks a multiprocessor hold 32 requests of 61 layers at
+// once.
 //
-// Every block works out the moves of its request for itself: accept_index, the prefix and the count
-// in one memory round trip, block_table in a second one, for each slot whether it moves or not. The
-// rows lie in shared memory while they move, 32 KB a block and up to 6 blocks a multiprocessor of
-// sm_90 (2 where it has 100 KB): all bytes of a batch that fits are in flight at once.
+// The first warp of each block works out the moves of its request, in two memory round trips: the
+// prefix, the count and accept_index, then block_table, 16 lanes for where rows come from and 16
+// for where they go. Meanwhile every thread looks up its column. Up to 8 rows move through
+// registers; more than that go through shared memory.
 //
-// Moves 2 x layers x rows x 1,152 bytes a request: 27 MB at 61 layers, 6 rows and 32 requests,
-// 6.3 us at 4.3 TB/s. Measured on an H200, 5 rows moving, with an L2 full of somebody else's
-// changed lines: 13.5 us, of which an empty kernel is 3.3 and the round trips 4, as for one
-// request.
+// Moves 2 x layers x rows x 1,152 bytes a request: 22.5 MB at 61 layers, 5 rows and 32 requests,
+// 5.2 us at 4.3 TB/s. Measured on an H200, with an L2 full of somebody else's changed lines that
+// must be written out first: 12.2 us, with moves that are known beforehand 11.3; a copy of as many
+// bytes that lie together is 10.0, and an empty kernel 3.4.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
@@ -23,23 +23,30 @@
 namespace kdtree::cuda {
 
 constexpr int kCommitThreads = 256;
-constexpr int kCommitBytes = 32768;    // of rows in flight a block
-constexpr int kCommitBlocksPerSm = 6;  // of sm_90, by its shared memory
-constexpr int kMaxLayers = 448;        // of one launch
+constexpr int kCommitRows = 8;       // of a column that fit in a thread's registers
+constexpr int kCommitBytes = 32768;  // of more rows than that, in flight a block
+constexpr int kMaxLayers = 448;      // of one launch
+constexpr int kMaxBlocks = 65535;    // of one request
 
 struct CommitParams {
-  kdtree_commit_kv_params op;
+  kdtree_commit_kv_params op;   // its strides in vectors
   uint32_t row_vectors, items;  // vectors of a row; of one row in every layer of the launch
+  int page_shift;
   void *layers[kMaxLayers];
 };
 static_assert(sizeof(CommitParams) <= 4096, "kernel parameters are limited to 4 KB");
 
 struct CommitShared {
   alignas(16) unsigned char rows[kCommitBytes];
-  int64_t row_of[tree::kMaxQlen];  // element offset of each slot's row
-  tree::Move move[tree::kMaxQlen], live[tree::kMaxQlen];
+  int64_t from[tree::kMaxQlen], to[tree::kMaxQlen];  // of two to the same row the later one wins
   int num_live;
 };
+
+// Where column `item` would lie in the first row of its layer.
+template <class Vector>
+__device__ __forceinline__ Vector *column(const CommitParams &p, uint32_t item) {
+  return static_cast<Vector *>(p.layers[item / p.row_vectors]) + item % p.row_vectors;
+}
 
 // A copy that may finish later, where the hardware has one of this width.
 template <class Vector>
@@ -50,79 +57,116 @@ __device__ __forceinline__ void copy_async(Vector *to, const Vector *from) {
     *to = *from;
 }
 
-// Vector: the widest word that every row of every layer is a multiple of.
+// Any number of rows, through a column of s.rows a thread: nobody else reads what it writes. Where
+// the rows are many, fewer threads take part, each for several columns. A function of its own, so
+// that the usual case is one piece of code.
 template <class Vector>
-__global__ void __launch_bounds__(kCommitThreads)
-    commit_kv_kernel(const __grid_constant__ CommitParams p) {
-  __shared__ CommitShared s;
-  const int64_t b = blockIdx.x;
-  const int thread = threadIdx.x;
-  const auto column = [&](uint32_t item) {  // of a layer
-    return static_cast<Vector *>(p.layers[item / p.row_vectors]) + item % p.row_vectors;
-  };
-  uint32_t item = blockIdx.y * kCommitThreads + thread;
-  Vector *cache = item < p.items ? column(item) : nullptr;
-
-  // The moves of the request. Every load goes out before one is waited for.
-  const bool is_slot = thread < p.op.qlen;
-  const int32_t *slots = p.op.accept_index + b * p.op.accept_index_stride_b;
-  const int32_t accepted = p.op.accept_token_num[b], root = slots[0];
-  const int32_t slot = is_slot ? slots[thread] : -1;
-  if (is_slot) s.row_of[thread] = tree::slot_row(p.op, b, thread);
-  if (thread == 0) s.num_live = 0;
-  __syncthreads();
-  const int count = tree::count_moves(p.op, accepted);
-  tree::Move move;
-  if (thread < count)
-    s.move[thread] = move =
-        tree::accepted_move(p.op, root, slot, thread, [&](int slot) { return s.row_of[slot]; });
-  __syncthreads();
-  const auto vectors = [&](int64_t elements) {
-    return static_cast<int64_t>(static_cast<uint64_t>(elements) * p.op.element_size /
-                                sizeof(Vector));
-  };
-  if (thread < count && tree::is_live(s.move, count, thread))  // in any order: all is read first
-    s.live[atomicAdd(&s.num_live, 1)] = {vectors(move.from), vectors(move.to)};
-  __syncthreads();
-  const int rows = s.num_live;
-  if (rows == 0) return;
-
-  // A thread has its column to itself, in registers' stead a column of s.rows: nobody else reads
-  // what it writes. Where the rows are many, fewer threads take part, each for several columns.
+__device__ __noinline__ void move_staged(const CommitParams &p, CommitShared &s) {
   constexpr int kSlots = kCommitBytes / sizeof(Vector);
-  const int width = min(kCommitThreads, kSlots / rows);
+  const int rows = s.num_live, thread = threadIdx.x, width = min(kCommitThreads, kSlots / rows);
+  if (thread >= width) return;
   Vector *staged = reinterpret_cast<Vector *>(s.rows) + thread;
-  for (int at = thread; thread < width && item < p.items;) {
+  for (int at = thread; at < kCommitThreads; at += width) {
+    const uint32_t item = blockIdx.y * kCommitThreads + at;
+    if (item >= p.items) return;
+    Vector *cache = column<Vector>(p, item);
 #pragma unroll 4
-    for (int i = 0; i < rows; ++i) copy_async(staged + i * width, cache + s.live[i].from);
+    for (int i = 0; i < rows; ++i) copy_async(staged + i * width, cache + s.from[i]);
     __pipeline_commit();
     __pipeline_wait_prior(0);
 #pragma unroll 4
-    for (int i = 0; i < rows; ++i) cache[s.live[i].to] = staged[i * width];
-    at += width, item += width;
-    if (at >= kCommitThreads) {
-      item += thread - at + gridDim.y * kCommitThreads;
-      at = thread;
-    }
-    if (item < p.items) cache = column(item);
+    for (int i = 0; i < rows; ++i) cache[s.to[i]] = staged[i * width];
   }
+}
+
+// Vector: the widest word that every row of every layer is a multiple of.
+template <class Vector>
+__global__ void __launch_bounds__(kCommitThreads, 5)
+    commit_kv_kernel(const __grid_constant__ CommitParams p) {
+  __shared__ CommitShared s;
+  const int64_t b = blockIdx.x;
+  const int thread = threadIdx.x, place = threadIdx.x % 16;  // of 16 moves
+  const int32_t *slots = p.op.accept_index + b * p.op.accept_index_stride_b;
+  const int last = static_cast<int>(p.op.qlen) - 1;
+  int32_t root, slot, accepted, prefix;
+  if (thread < 32) {
+    root = slots[0];
+    slot = slots[min(place, last)];
+    accepted = p.op.accept_token_num[b];
+    prefix = p.op.prefix_lens[b];
+  }
+  // Which entries of block_table are needed is not known yet: 8 KB of a row of it, 32 bytes each.
+  if (blockIdx.y == 0 && thread * 8 < p.op.block_table_width)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.op.block_table + b * p.op.block_table_stride_b +
+                                                  thread * 8));
+  // While all that is on its way; neither is this put off, nor does it wait for the prefix.
+  const uint32_t item = blockIdx.y * kCommitThreads + thread;
+  Vector *cache = item < p.items ? column<Vector>(p, item) : nullptr;
+  asm volatile("" : "+r"(prefix) : "l"(cache));
+
+  if (thread < 32) {
+    const int count = tree::count_moves(p.op, root, accepted);
+    int rows = 0;
+#pragma unroll 1
+    for (int first = 0; first < count; first += 16) {
+      const int i = first + place;
+      if (thread >= 16)
+        slot = i;
+      else if (first > 0 && i < count)
+        slot = slots[i];
+      const int64_t row =
+          i < count ? tree::slot_row(p.op, p.page_shift, b, prefix, slot) : int64_t(-1);
+      const tree::Move move = {row, __shfl_down_sync(~0u, row, 16)};
+      const uint32_t moving = __ballot_sync(~0u, tree::is_live(move, rows > 0)) & 0xffff;
+      const uint32_t inside = __ballot_sync(~0u, tree::is_live(move, true)) & 0xffff;
+      const uint32_t live = inside & (0u - (moving & (0u - moving)));  // from the first one on
+      if (live >> thread & 1) {
+        const int at = rows + __popc(live & ((1u << thread) - 1));
+        s.from[at] = move.from;
+        s.to[at] = move.to;
+      }
+      rows += __popc(live);
+    }
+    if (thread == 0) s.num_live = rows;
+  }
+  __syncthreads();
+  const int rows = s.num_live;
+  if (rows == 0) return;
+  if (rows > kCommitRows) return move_staged<Vector>(p, s);
+  if (cache == nullptr) return;
+  Vector value[kCommitRows];
+#pragma unroll
+  for (int i = 0; i < kCommitRows; ++i)
+    if (i < rows) value[i] = __ldcg(cache + s.from[i]);
+#pragma unroll
+  for (int i = 0; i < kCommitRows; ++i)
+    if (i < rows) cache[s.to[i]] = value[i];
 }
 
 template <class Vector>
 void launch_commit(const kdtree_commit_kv_params &p, Stream stream) {
+  const auto vectors = [&](int64_t elements) {
+    return elements * p.element_size / static_cast<int64_t>(sizeof(Vector));
+  };
   CommitParams params;
   params.op = p;
-  params.row_vectors = static_cast<uint32_t>(p.row_elements * p.element_size / sizeof(Vector));
-  // Of one request: all blocks run at once, or it is one each.
-  const int64_t wave = ceil_div(num_sms() * kCommitBlocksPerSm, p.batch);
-  const int64_t most = std::min<int64_t>(kMaxLayers, INT32_MAX / 2 / params.row_vectors);
+  params.op.kv_stride_page = p.num_pages > 1 ? vectors(p.kv_stride_page) : 0;
+  params.op.kv_stride_row = p.page_size > 1 ? vectors(p.kv_stride_row) : 0;
+  if (p.cache_loc != nullptr) {
+    params.op.prefix_lens = p.accept_token_num;  // read for nothing
+    params.op.block_table_width = 0;
+  }
+  params.page_shift = tree::page_shift(p);
+  params.row_vectors = static_cast<uint32_t>(vectors(p.row_elements));
+  const int64_t most =
+      std::min<int64_t>(kMaxLayers, int64_t(kMaxBlocks) * kCommitThreads / params.row_vectors);
   for (int64_t first = 0; first < p.num_layers; first += most) {
     const int64_t layers = std::min(p.num_layers - first, most);
     std::copy_n(p.kv_caches + first, layers, params.layers);
     params.items = static_cast<uint32_t>(layers * params.row_vectors);
-    const int64_t blocks = std::min(ceil_div(params.items, kCommitThreads), wave);
-    launch("commit_kv", commit_kv_kernel<Vector>, dim3(p.batch, blocks), dim3(kCommitThreads), 0,
-           stream, params);
+    launch("commit_kv", commit_kv_kernel<Vector>,
+           dim3(p.batch, ceil_div(params.items, kCommitThreads)), dim3(kCommitThreads), 0, stream,
+           params);
   }
 }
 

@@ -118,6 +118,38 @@ def test_dead_candidates(backend):
     assert np.isfinite(tree.scores[np.arange(21) < tree.num_nodes[:, None]]).all()
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_scores_of_any_sign(device, rng, ties):
+    """Raw logits instead of log-probs: sums rise and fall, cross zero and come to be equal."""
+    for depth, k, budget in ((15, 64, 64), (6, 7, 40), (64, 3, 64)):
+        logprobs, ids, roots, prefix = case(rng, 40, depth, k, ties=ties)
+        logprobs += rng.integers(0, 5, (40, depth, 1)).astype(np.float32) / 2
+        logprobs[rng.random(logprobs.shape) < 0.05] *= np.float32(-0.0)
+        logprobs = -np.sort(-logprobs, axis=-1)
+        for chain_seed in (False, True):
+            check(device, logprobs, ids, roots, prefix, budget=budget, chain_seed=chain_seed)
+
+
+@pytest.mark.parametrize("depth", [30, 31, 32, 33, 40, 63])
+def test_a_long_chain_and_what_hangs_on_it(device, rng, depth):
+    """Up to 64 entries to choose from, of which the last to be opened may be the best."""
+    for ties in (False, True):
+        logprobs, ids, roots, prefix = case(rng, 30, depth, 40, ties=ties)
+        logprobs[:, :, 0] = 0 if ties else -np.geomspace(2, 1e-3, depth)
+        logprobs = -np.sort(-logprobs, axis=-1)
+        check(device, logprobs, ids, roots, prefix, budget=64, chain_seed=True)
+
+
+@pytest.mark.parametrize("budget", [31, 32, 33, 34, 62, 63, 64])
+def test_a_child_of_every_node(device, rng, budget):
+    """As many nodes with something left to take as there can be: the root's children are many, and
+    each has a child, which costs about as much."""
+    logprobs, ids, roots, prefix = case(rng, 40, 2, 64, ties=False)
+    logprobs[:, 0] = -3 - np.sort(rng.random((40, 64)), axis=-1)
+    logprobs[:, 1] = np.float32(-0.5) * rng.random((40, 1)) - np.arange(64)
+    check(device, logprobs, ids, roots, prefix, budget=budget)
+
+
 @pytest.mark.parametrize("options", [{}, {"chain_seed": True}])
 def test_infinite_candidates(backend, rng, options):
     logprobs, ids, roots, prefix = case(rng, 40, 4, 5, ties=False)

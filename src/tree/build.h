@@ -2,18 +2,23 @@
 //
 // The frontier (what the reference keeps in a heap) has one entry for every slot taken so far: the
 // next of its children, whose siblings before it are taken. Taking an entry moves it on to the next
-// sibling, in place, and opens the children of the new slot. So slots are spread over the lanes,
-// and all that travels between lanes is one child.
+// sibling, in place, and opens the children of the new slot.
 //
-// Equal scores are decided by rank tuples, and for that each entry knows its place among them in
-// lexicographic order, a prefix before its extensions. Taking the entry at a place puts the new
-// slot's first child there and the next sibling right after it: all that could come between them
-// are extensions of the child, which do not exist yet. So what was at that place or after moves up
-// by one, and no tuple is ever stored or compared.
+// Equal scores are decided by rank tuples, and for that each entry knows its order among them,
+// lexicographic, a prefix before its extensions. Taking an entry gives its order to the new slot's
+// first child, and the next one to the sibling: all that could come between them are extensions of
+// the child, which do not exist yet. So what was behind moves up by one, and no tuple is ever
+// stored or compared.
 //
-// A step is one chain of dependent instructions, from a choice to the next, so everything in it is
-// there to be short: while the group chooses, each lane already scores what follows its own best,
-// and what is not part of the chain is done in its waits.
+// A lane of its own (BuildList) looks for the best entry in a list. Many lanes (BuildLanes) hold an
+// entry each and know its place in the sorted frontier, so the best is known beforehand, and ties
+// cost nothing: its lane hands out what follows it, all lanes compare their entry with both, and
+// two ballots tell the places of the new ones. 32 lanes are enough for 64 nodes: after t nodes
+// there are t + 1 entries of which 64 - t may still be taken, so what falls off the end is not
+// missed.
+//
+// A step is a chain of dependent instructions from one choice to the next, in one warp that is
+// alone: few of them and no branch is what makes it short.
 // The tree is grown to the budget first; the stop rule of node_cost then cuts it, since what is
 // taken never depends on it, and links follow from what each node was.
 #pragma once
@@ -26,18 +31,34 @@
 
 namespace kdtree::tree {
 
-constexpr int kMaxLanes = 32;
+constexpr int kParentBit = 16, kOrderBit = 24;
+
+// A node, slots 1 up, as its step leaves it.
+struct alignas(16) BuildNode {
+  uint64_t child, sibling;  // ranks of what follows it
+  double score;
+  uint32_t at_parent;    // where its log-prob is in the table, in bytes; its parent's slot << 16
+  uint32_t below_order;  // where its first child's is, in bytes; its order << 24
+
+  KDTREE_HD int at() const { return static_cast<int>(at_parent % (1u << kParentBit)) / 8; }
+  KDTREE_HD int parent() const { return static_cast<int>(at_parent >> kParentBit); }
+};
+KDTREE_HD BuildNode plain_node(double score, int at, int parent) {
+  return {0, 0, score, static_cast<uint32_t>(at * 8 | parent << kParentBit), 0};
+}
 
 struct BuildScratch {
-  double score[kMaxQlen + kMaxLanes];    // behind the slots, a place for each lane to waste a store
-  double weight[kMaxQlen];               // e^score, for the stop rule
-  uint32_t node[kMaxQlen + kMaxLanes];   // parent | place in the table << 8; [0] is not used
-  uint8_t slot_of[kMaxQlen][kMaxK + 1];  // of a child, by parent and rank; 0: not taken
-  int taken;                             // slots without the root
+  BuildNode node[kMaxQlen + 1];                         // [0] is not used; steps come in pairs
+  double weight[kMaxQlen];                              // e^score, for the stop rule
+  alignas(4) uint8_t slot_of[kMaxQlen + 3][kMaxK + 1];  // of a child, by parent and rank; 0: none
+  int taken;                                            // slots without the root
 };
 
-// The log-probs of one request that can matter, as doubles: a row of k and a -inf for each depth,
-// and -inf for as far as a step may look behind them. So a step needs no bounds.
+// The log-probs of one request that can matter, as doubles: for each depth a row of k and a -inf,
+// and a row of -inf below the last. So a step needs no bounds; what follows a dead node is dead
+// whatever it is made of, and three rows more are there to be read for it. Staged in pieces of
+// kStagedRows.
+constexpr int kStagedRows = 16;
 struct BuildTable {
   int levels, k, pitch, size;
   uint32_t inverse;  // of pitch
@@ -46,217 +67,307 @@ struct BuildTable {
       : levels(static_cast<int>(p.depth < p.budget ? p.depth : p.budget)),
         k(static_cast<int>(p.k)),
         pitch(k + 1),
-        size((levels + 1) * pitch + 1),
+        size(rows(levels) * pitch + 2),
         inverse((1u << 19) / pitch + 1) {}
+  KDTREE_HD static constexpr int rows(int levels) {
+    const int staged = (levels + kStagedRows) / kStagedRows * kStagedRows;
+    return staged > levels + 4 ? staged : levels + 4;
+  }
   // at / pitch: exact, since at x pitch is below 2^19.
   KDTREE_HD int row(int at) const { return static_cast<int>(at * inverse >> 19); }
 };
-constexpr int kMaxTable = (kMaxNodes + 1) * (kMaxK + 1) + 1;
+constexpr int kMaxTable = BuildTable::rows(kMaxNodes) * (kMaxK + 1) + 2;
+static_assert(kMaxTable * sizeof(double) <= 1 << kParentBit);
 
-// NaN is dead like -inf, and +inf is something finite that no float reaches: an infinite score
-// would make NaN of its siblings.
-KDTREE_HD double table_value(float logprob) {
-  const double value = logprob > -HUGE_VALF ? logprob : -HUGE_VALF;
-  return value < 1e300 ? value : 1e300;
-}
-
+// Returns whether this lane saw a log-prob above 0. NaN is dead like -inf.
 template <class Group>
-KDTREE_HD void stage_build(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
+KDTREE_HD bool stage_build(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
                            double *table) {
-  // Lanes side by side in a row, as many rows at once as there are lanes for; of each lane several
-  // loads before it waits for one.
-  constexpr int kWide = Group::kSize < 32 ? Group::kSize : 32, kRows = Group::kSize / kWide;
-  constexpr int kAhead = kWide == 32 ? 3 : 1, kAcross = kWide == 32 ? kMaxK / kWide : 1;
+  // A row by 32 lanes, all rows of a piece at once; of each lane several loads before it waits for
+  // one. What is behind a row or below the last one becomes -inf too.
+  constexpr int kWide = Group::kSize < 32 ? 1 : 32, kAcross = kMaxK / kWide;
+  constexpr int kTeams = Group::kSize / kWide, kAhead = kStagedRows / kTeams;
   const BuildTable shape(p);
   const int lane = group.lane() % kWide, team = group.lane() / kWide;
-  const float *logprobs = p.logprobs + b * p.logprobs_stride_b;
-  for (int first = team; first <= shape.levels; first += kAhead * kRows) {
-    for (int start = lane; start < shape.pitch; start += kAcross * kWide) {
-      float value[kAhead][kAcross];
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = first + i * kRows;
-        for (int j = 0; j < kAcross; ++j) {
-          const int rank = start + j * kWide;
-          value[i][j] = -HUGE_VALF;
-          if (row < shape.levels && rank < shape.k)
-            value[i][j] = logprobs[row * p.logprobs_stride_l + rank];
-        }
-      }
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = first + i * kRows;
-        for (int j = 0; j < kAcross; ++j) {
-          const int rank = start + j * kWide;
-          if (row <= shape.levels && rank < shape.pitch)
-            table[row * shape.pitch + rank] = table_value(value[i][j]);
-        }
+  float highest = -HUGE_VALF;
+  for (int first = team; first <= shape.levels; first += kStagedRows) {
+    const float *from = p.logprobs + b * p.logprobs_stride_b + first * p.logprobs_stride_l + lane;
+    double *to = table + first * shape.pitch;
+    float value[kAhead][kAcross];
+    for (int i = 0; i < kAhead; ++i, from += kTeams * p.logprobs_stride_l) {
+      for (int j = 0; j < kAcross; ++j) {
+        value[i][j] = -HUGE_VALF;
+        if (first + i * kTeams < shape.levels && lane + j * kWide < shape.k)
+          value[i][j] = from[j * kWide];
       }
     }
+    group.fence();
+    for (int i = 0; i < kAhead; ++i, to += kTeams * shape.pitch) {
+      for (int j = 0; j < kAcross; ++j) {
+        const float logprob = value[i][j] > -HUGE_VALF ? value[i][j] : -HUGE_VALF;
+        highest = logprob > highest ? logprob : highest;
+        if (lane + j * kWide < shape.k) to[lane + j * kWide] = logprob;
+      }
+      if (lane == 0) to[shape.k] = -HUGE_VAL;
+    }
   }
-  if (group.lane() == 0) table[shape.size - 1] = -HUGE_VAL;
+  return highest > 0;
 }
 
-// A node as grow_tree leaves it.
-struct BuildNode {
-  int parent, row, rank;
-  KDTREE_HD BuildNode(const BuildTable &shape, uint32_t node)
-      : parent(node & 0xff), row(shape.row(node >> 8)), rank((node >> 8) - row * shape.pitch) {}
-};
+// Makes +inf something finite that no float reaches: an infinite score would make NaN of its
+// siblings.
+template <class Group>
+KDTREE_HD void cap_infinite(Group &group, const kdtree_build_ddtree_params &p, double *table) {
+  const BuildTable shape(p);
+  for (int at = group.lane(); at < shape.levels * shape.pitch; at += group.size())
+    if (table[at] == HUGE_VAL) table[at] = 1e300;
+  group.sync();
+}
 
-// A score as an integer: larger score, larger key. That of -inf is kDead: what is behind it is
-// never taken. A score is never -0.
-constexpr uint64_t kDead = 0x000fffffffffffff;
-KDTREE_HD uint64_t score_key(double score) {
-  int64_t bits;
+// A score as an integer: the larger the score, the smaller its rank. Scores of log-probs are not
+// above 0 and never -0, so their bits are their ranks; only kAnySign has more to do.
+template <bool kAnySign>
+KDTREE_HD uint64_t flip_positive(uint64_t bits) {
+  return kAnySign ? bits ^ (~(static_cast<int64_t>(bits) >> 63) & INT64_MAX) : bits;
+}
+template <bool kAnySign>
+KDTREE_HD uint64_t score_rank(double score) {
+  uint64_t bits;
   memcpy(&bits, &score, sizeof bits);
-  return static_cast<uint64_t>(bits ^ (bits >> 63 | INT64_MIN));
+  return flip_positive<kAnySign>(bits);
 }
-KDTREE_HD double key_score(uint64_t key) {
-  const int64_t bits = static_cast<int64_t>(key) ^ (~static_cast<int64_t>(key) >> 63 | INT64_MIN);
+template <bool kAnySign>
+KDTREE_HD double rank_score(uint64_t rank) {
+  const uint64_t bits = flip_positive<kAnySign>(rank);
   double score;
   memcpy(&score, &bits, sizeof score);
   return score;
 }
 
-// The entries of a lane: those of slots lane, lane + size, ...
-template <class Group>
-struct BuildEntries {
-  static constexpr int kMost = kMaxNodes / Group::kSize;
-  uint64_t key[kMost];
-  int at[kMost];     // the next child, in the table
-  int below[kMost];  // where that child's children are
-  int order[kMost];  // among all entries, by rank tuple: below kOrders
-};
-constexpr uint32_t kOrders = 256;
-
-// array[j]; for a few entries without an index, which registers do not have.
-template <int kHeld>
-KDTREE_HD int entry_of(const int *array, int j) {
-  if constexpr (kHeld > 2) return array[j];
-  return kHeld == 2 && j == 1 ? array[1] : array[0];
+// Whether it is above -inf, the last of all scores: by its high word.
+KDTREE_HD bool is_alive(double score) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint32_t>(__double2hiint(score)) < 0xfff00000;
+#else
+  return score > -HUGE_VAL;
+#endif
 }
 
-// What a lane offers: the first of its entries, and what would follow that.
-struct BuildOffer {
-  uint64_t key, child, sibling;
+struct BuildEntry {
   double score;
-  int j, at, below, order;
+  int at, below;  // in the table: its log-prob, and that of its own first child
+  int parent;     // slot
+  int order;      // by rank tuple among all entries
 };
 
-// Takes nodes until there are `most`, with the first kHeld entries of each lane in use; returns
-// whether there are.
-template <int kHeld, class Group>
-KDTREE_HD bool take_nodes(Group &group, BuildEntries<Group> &entries, const double *table,
-                          int pitch, int most, int &taken, BuildScratch &scratch) {
-  constexpr bool kAlone = Group::kSize == 1;
-  constexpr uint32_t kLane = Group::kSize - 1;  // the bits of a lane's number
-  const int lane = group.lane();
-  auto &key = entries.key;
-  auto &at = entries.at, &below = entries.below, &order = entries.order;
-
-  BuildOffer best;
-  uint32_t bid, top, opened_place, holders;
-  uint64_t opened;
-  // Everything from one update of the entries to the next, in one piece: a lane's offer, the
-  // highest bid and, before it is sure that only one lane bids so high, the child of the winner.
-  // In a bid the number of the lane takes the place of the lowest bits.
-  const auto choose = [&] {
-    // A lane of its own skips what is empty.
-    const int held = !kAlone ? kHeld : taken < kHeld ? taken + 1 : kHeld;
-    int j = 0, first = order[0];
-    best.key = key[0];
-    uint32_t high = static_cast<uint32_t>(key[0] >> 32);
-    for (int i = 1; i < held; ++i) {
-      if (kAlone && key[i] < best.key) continue;  // a branch that a CPU foresees
-      const uint32_t other = static_cast<uint32_t>(key[i] >> 32);
-      high = other > high ? other : high;
-      const bool equal = key[i] == best.key;
-      if ((key[i] > best.key) | (equal & (order[i] < first)))
-        best.key = key[i], first = order[i], j = i;
-    }
-    best.j = j, best.order = first;
-    best.at = entry_of<kHeld>(at, j), best.below = entry_of<kHeld>(below, j);
-    bid = (high & ~kLane) | static_cast<uint32_t>(lane);
-    top = group.max(bid);
-    best.score = key_score(best.key);
-    best.child = score_key(best.score + table[best.below]);
-    best.sibling = score_key((best.score - table[best.at]) + table[best.at + 1]);
-    const int winner = static_cast<int>(top & kLane);
-    opened = group.shfl(best.child, winner);
-    opened_place = group.shfl(static_cast<uint32_t>(best.below) * kOrders + best.order, winner);
-    holders = group.ballot((bid ^ top) <= kLane);
-  };
-
-  for (choose(); taken < most; choose()) {
-    if (top <= kDead >> 32) return false;
-    int winner = static_cast<int>(top & kLane);
-    if ((holders & (holders - 1)) != 0) {  // the same for every lane: the bits below, then order
-      bool ahead = (bid ^ top) <= kLane;
-      const uint32_t low = ahead ? static_cast<uint32_t>(best.key >> 5) : 0;
-      const uint32_t low_top = group.max(low);
-      ahead = ahead && low == low_top;
-      const uint32_t last = (static_cast<uint32_t>(best.key) % 32 + 1) * kOrders - 1 - best.order;
-      winner = static_cast<int>(group.max(ahead ? last << 5 | lane : 0) & kLane);
-      opened = group.shfl(best.child, winner);
-      opened_place = group.shfl(static_cast<uint32_t>(best.below) * kOrders + best.order, winner);
-    }
-    const int slot = ++taken, new_at = opened_place / kOrders, new_order = opened_place % kOrders;
-    const bool won = lane == winner;
-    for (int j = 0; j < (kAlone ? slot : kHeld); ++j) order[j] += order[j] >= new_order;
-    const auto update = [&](int j, bool moves, bool opens) {
-      key[j] = opens ? opened : moves ? best.sibling : key[j];
-      at[j] = opens ? new_at : at[j] + moves;
-      below[j] = opens ? new_at + pitch : below[j];
-      order[j] = opens ? new_order : order[j];
-    };
-    if constexpr (kAlone) {
-      update(best.j, true, false);
-      if (slot < kMaxNodes) update(slot, false, true);
-    } else {
-      for (int j = 0; j < kHeld; ++j)
-        update(j, won & (j == best.j), slot == lane + j * Group::kSize);
-    }
-    const int record = won ? slot : kMaxQlen + lane;  // a store for all is less than a branch
-    scratch.score[record] = best.score;
-    scratch.node[record] = static_cast<uint32_t>(best.at << 8 | (best.j * Group::kSize + lane));
+// The frontier of a lane of its own: entry i is that of slot i.
+class BuildList {
+ public:
+  KDTREE_HD BuildList(SerialGroup &group, const BuildEntry &entry) { add(group, entry); }
+  KDTREE_HD void add(SerialGroup &, const BuildEntry &entry) {
+    score_[held_] = entry.score, order_[held_] = entry.order;
+    at_[held_] = entry.at, below_[held_] = entry.below;
+    ++held_;
   }
-  return true;
+
+  // Takes the best nodes into scratch, slots taken + 1 to budget, and returns how many there are.
+  KDTREE_HD int take(SerialGroup &group, const double *table, int pitch, int budget, int taken,
+                     BuildScratch &scratch) {
+    for (; taken < budget; ++taken) {
+      int best = 0;
+      for (int i = 1; i < held_; ++i) {
+        if (score_[i] < score_[best]) continue;  // a branch that a CPU foresees
+        if (score_[i] > score_[best] || order_[i] < order_[best]) best = i;
+      }
+      const double score = score_[best];
+      if (score == -HUGE_VAL) break;
+      const int slot = taken + 1, at = at_[best]++, below = below_[best], order = order_[best];
+      scratch.node[slot] = plain_node(score, at, best);
+      for (int i = 0; i < held_; ++i) order_[i] += order_[i] >= order;
+      score_[best] = (score - table[at]) + table[at + 1];
+      if (slot < budget) add(group, {score + table[below], below, below + pitch, slot, order});
+    }
+    return taken;
+  }
+
+ private:
+  double score_[kMaxQlen];
+  int order_[kMaxQlen], at_[kMaxQlen], below_[kMaxQlen];  // as BuildEntry's
+  int held_ = 0;
+};
+
+// A move without a branch, which compilers would rather put there.
+template <class T>
+KDTREE_HD void move_if(bool when, T &to, T from) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(T) == 8)
+    asm("{.reg .pred p; setp.ne.s32 p, %1, 0; @p mov.b64 %0, %2;}"
+        : "+l"(to)
+        : "r"(static_cast<int>(when)), "l"(from));
+  else
+    asm("{.reg .pred p; setp.ne.s32 p, %1, 0; @p mov.b32 %0, %2;}"
+        : "+r"(to)
+        : "r"(static_cast<int>(when)), "r"(from));
+#else
+  if (when) to = from;
+#endif
 }
+
+template <class T>
+KDTREE_HD void add_if(bool when, T &to, T what) {
+#if defined(__CUDA_ARCH__)
+  asm("{.reg .pred p; setp.ne.s32 p, %1, 0; @p add.u32 %0, %0, %2;}"
+      : "+r"(to)
+      : "r"(static_cast<int>(when)), "r"(what));
+#else
+  if (when) to += what;
+#endif
+}
+
+// The frontier of 32 lanes: the best 32 entries, one a lane.
+template <class Group, bool kAnySign>
+class BuildLanes {
+ public:
+  static constexpr int kSize = Group::kSize;
+  static_assert(kSize == 32 && kMaxNodes <= 2 * kSize);
+
+  // With one entry, and dead ones behind it.
+  KDTREE_HD BuildLanes(Group &group, const BuildEntry &entry)
+      : rank_(rank(group.lane() == 0 ? entry.score : -HUGE_VAL)),
+        at_(entry.at * 8),
+        below_(entry.below * 8),
+        parent_(entry.parent),
+        below_order_(below_ | (kMaxQlen + static_cast<uint32_t>(group.lane())) << kOrderBit),
+        place_(group.lane()) {}
+
+  KDTREE_HD void add(Group &group, const BuildEntry &entry) {
+    const uint64_t its_rank = rank(entry.score);
+    const uint32_t its_below = entry.below * 8;
+    const uint32_t its_below_order = its_below | static_cast<uint32_t>(entry.order) << kOrderBit;
+    const bool behind = rank_ + (below_order_ > its_below_order) > its_rank;
+    const int its_place = count_lanes(group.ballot(!behind));
+    place_ += behind;
+    if (place_ == kSize) {
+      rank_ = its_rank, below_order_ = its_below_order, place_ = its_place;
+      at_ = entry.at * 8, below_ = its_below, parent_ = entry.parent;
+    }
+  }
+
+  // As BuildList's.
+  KDTREE_HD int take(Group &group, const double *table, int pitch, int budget, int taken,
+                     BuildScratch &scratch) {
+    if (taken == budget) return taken;
+    best_ = place_ == 0;
+    look(table);
+    BuildNode *node = scratch.node + taken;
+    bool more;
+    do {  // two steps for one branch: what one too many takes is dropped
+      more = step(group, table, pitch, ++taken, *++node);
+      more &= step(group, table, pitch, ++taken, *++node);
+    } while (more && taken < budget);
+    if (taken > budget) taken = budget;
+    while (taken > 0 && !(scratch.node[taken].score > -HUGE_VAL)) --taken;
+    return taken;
+  }
+
+ private:
+  KDTREE_HD static uint64_t rank(double score) { return score_rank<kAnySign>(score); }
+
+  // What would follow this lane's entry, for the next step.
+  KDTREE_HD void look(const double *table) {
+    const auto logprob = [&](uint32_t at) {
+      return *reinterpret_cast<const double *>(reinterpret_cast<const char *>(table) + at);
+    };
+    const double score = rank_score<kAnySign>(rank_);
+    child_ = rank(score + logprob(below_));
+    sibling_ = rank((score - logprob(at_)) + logprob(at_ + 8));
+  }
+
+  // Takes the best entry, and returns whether it was alive.
+  KDTREE_HD bool step(Group &group, const double *table, int pitch, int slot, BuildNode &place) {
+    const BuildNode node = group.hand_out(best_,
+                                          BuildNode{child_, sibling_, rank_score<kAnySign>(rank_),
+                                                    at_ + (parent_ << kParentBit), below_order_},
+                                          place);
+
+    // From here on the best lane's entry is the sibling, and where all are compared with that, the
+    // child: so as many lanes are ahead of either as its place says. Of equal ranks the later in
+    // order is behind, as if its rank were one more; the sibling is later than the child.
+    const bool later = below_order_ >= node.below_order;
+    move_if(best_, rank_, node.sibling);
+    const uint64_t to_child = rank_ + later;
+    uint64_t to_sibling = to_child;
+    move_if(best_, to_sibling, node.child);
+    const bool behind_child = to_child > node.child, behind_sibling = to_sibling > node.sibling;
+    const uint32_t before_child = group.ballot(!behind_child);
+    const uint32_t before_sibling = group.ballot(!behind_sibling);
+
+    // The child takes the lane of what falls off the end.
+    const bool opens = ((place_ == kSize - 1) & behind_child & behind_sibling) |
+                       (best_ & (before_sibling == 0xffffffff));
+    const uint32_t row = pitch * 8, opened = node.below_order % (1u << kOrderBit),
+                   opened_below = opened + row;
+    add_if(best_, at_, 8u);
+    move_if(opens, at_, opened);
+    move_if(opens, below_, opened_below);
+    move_if(opens, rank_, node.child);
+    look(table);
+
+    const bool second = (place_ == 1) & !behind_child & !behind_sibling;
+    const int sibling_place = count_lanes(before_sibling), child_place = count_lanes(before_child);
+    add_if(behind_child, place_, 1);
+    add_if(behind_sibling, place_, 1);
+    place_ -= 1;
+    move_if(best_, place_, sibling_place);
+    move_if(opens, place_, child_place);
+    add_if(later, below_order_, 1u << kOrderBit);
+    move_if(opens, below_order_, node.below_order + row);
+    move_if(opens, parent_, static_cast<uint32_t>(slot));
+    best_ = second | (best_ & (before_sibling == 0)) | (opens & (before_child == 0));
+    return is_alive(node.score);
+  }
+
+  uint64_t rank_;
+  uint32_t at_, below_;  // in bytes
+  uint32_t parent_;
+  uint32_t below_order_;  // as BuildNode's
+  int place_;
+  bool best_;  // place_ == 0, known before it
+  uint64_t child_, sibling_;
+};
+
+template <class Group, bool kAnySign>
+struct BuildFrontier {
+  using Type = BuildLanes<Group, kAnySign>;
+};
+template <bool kAnySign>
+struct BuildFrontier<SerialGroup, kAnySign> {
+  using Type = BuildList;
+};
 
 // Takes nodes into scratch, slots 1 up, and returns how many. The first `seeded` are the chain.
-template <class Group>
+template <bool kAnySign, class Group>
 KDTREE_HD int grow_tree(Group &group, const kdtree_build_ddtree_params &p, const double *table,
                         int &seeded, BuildScratch &scratch) {
-  constexpr int kMost = BuildEntries<Group>::kMost;
-  const int lane = group.lane(), pitch = BuildTable(p).pitch;
-  BuildEntries<Group> entries;
-  for (int j = 0; j < kMost; ++j)
-    entries.key[j] = kDead, entries.at[j] = entries.below[j] = entries.order[j] = 0;
-
+  const int pitch = BuildTable(p).pitch;
   // The root's entry or, after a chain, one for each of its slots, the deeper the earlier in order.
   double score = 0;
-  for (seeded = 0;; ++seeded) {
+  bool take;
+  const auto entry = [&] {
     const int at = seeded * pitch;
     score += table[at];
-    const bool take = p.chain_seed && score > -HUGE_VAL;
-    const uint64_t key = score_key(take ? (score - table[at]) + table[at + 1] : score);
-    for (int j = 0; j < kMost; ++j)
-      if (seeded == lane + j * Group::kSize)
-        entries.key[j] = key, entries.at[j] = at + take, entries.below[j] = at + pitch,
-        entries.order[j] = kMaxQlen - seeded;
-    if (!take) break;
-    if (lane == 0) {
-      scratch.score[seeded + 1] = score;
-      scratch.node[seeded + 1] = static_cast<uint32_t>(at << 8 | seeded);
-    }
+    take = p.chain_seed && score > -HUGE_VAL;
+    return BuildEntry{take ? (score - table[at]) + table[at + 1] : score, at + take, at + pitch,
+                      seeded, kMaxQlen - seeded};
+  };
+  seeded = 0;
+  typename BuildFrontier<Group, kAnySign>::Type frontier(group, entry());
+  while (take) {
+    if (group.lane() == 0) scratch.node[seeded + 1] = plain_node(score, seeded * pitch, seeded);
+    ++seeded;
+    frontier.add(group, entry());
   }
-
-  int taken = seeded;
-  bool more = true;
-  if constexpr (kMost == 2) {  // one entry is quicker than two, while slots are few
-    const int most = p.budget < Group::kSize ? p.budget : Group::kSize - 1;
-    if (taken < most) more = take_nodes<1>(group, entries, table, pitch, most, taken, scratch);
-  }
-  if (more) take_nodes<kMost>(group, entries, table, pitch, p.budget, taken, scratch);
+  const int taken = frontier.take(group, table, pitch, p.budget, seeded, scratch);
   group.sync();
   return taken;
 }
@@ -267,7 +378,7 @@ template <class Group>
 KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int seeded, int taken,
                        BuildScratch &scratch) {
   for (int slot = group.lane() + 1; slot <= taken; slot += group.size())
-    scratch.weight[slot] = exact_exp(scratch.score[slot]);
+    scratch.weight[slot] = exact_exp(scratch.node[slot].score);
   group.sync();
   double sum = 1;  // in slot order, by every lane for itself
   for (int first = 1; first <= taken; first += group.size()) {
@@ -290,14 +401,25 @@ KDTREE_HD int cut_tree(Group &group, const kdtree_build_ddtree_params &p, int se
   return taken;
 }
 
-// Grows the tree from the table, and leaves its size in scratch.
+// Grows the tree from the table, and leaves its size in scratch. any_sign: a log-prob is above 0.
 template <class Group>
-KDTREE_HD void build_nodes(Group &group, const kdtree_build_ddtree_params &p, const double *table,
-                           BuildScratch &scratch) {
-  int seeded;
-  int taken = grow_tree(group, p, table, seeded, scratch);
+KDTREE_HD void build_nodes(Group &group, const kdtree_build_ddtree_params &p, double *table,
+                           bool any_sign, BuildScratch &scratch) {
+  int seeded, taken;
+  if (any_sign) {
+    cap_infinite(group, p, table);
+    taken = grow_tree<true>(group, p, table, seeded, scratch);
+  } else {
+    taken = grow_tree<false>(group, p, table, seeded, scratch);
+  }
   if (p.node_cost != nullptr) taken = cut_tree(group, p, seeded, taken, scratch);
   if (group.lane() == 0) scratch.taken = taken;
+}
+
+// No slot has a child yet. For `lanes` lanes that need not grow the tree.
+KDTREE_HD void clear_links(int lane, int lanes, BuildScratch &scratch) {
+  auto *words = reinterpret_cast<uint32_t *>(scratch.slot_of);
+  for (int i = lane; i < static_cast<int>(sizeof scratch.slot_of / 4); i += lanes) words[i] = 0;
 }
 
 // Writes every field of the tree.
@@ -306,14 +428,11 @@ KDTREE_HD void write_tree(Group &group, const kdtree_build_ddtree_params &p, int
                           int64_t root, int64_t prefix, BuildScratch &scratch) {
   const BuildTable shape(p);
   const int taken = root < 0 ? -1 : scratch.taken;  // padding: not even the root
-  const auto node = [&](int slot) { return BuildNode(shape, scratch.node[slot]); };
+  const auto row = [&](const BuildNode &node) { return shape.row(node.at()); };
+  const auto rank = [&](const BuildNode &node) { return node.at() - row(node) * shape.pitch; };
   for_slots(group, taken + 1, [&](int slot) {
-    scratch.slot_of[slot][0] = 0;
-    if (slot > 0) scratch.slot_of[node(slot).parent][node(slot).rank + 1] = 0;
-  });
-  group.sync();
-  for_slots(group, taken + 1, [&](int slot) {
-    if (slot > 0) scratch.slot_of[node(slot).parent][node(slot).rank] = static_cast<uint8_t>(slot);
+    const BuildNode &mine = scratch.node[slot];
+    if (slot > 0) scratch.slot_of[mine.parent()][rank(mine)] = static_cast<uint8_t>(slot);
   });
   group.sync();
   for_slots(group, p.budget + 1, [&](int slot) {
@@ -324,14 +443,18 @@ KDTREE_HD void write_tree(Group &group, const kdtree_build_ddtree_params &p, int
     float score = used ? 0.0f : -HUGE_VALF;
     uint64_t visible = 0;
     if (used && slot > 0) {
-      const BuildNode mine = node(slot);
+      const BuildNode &mine = scratch.node[slot];
       token =
-          load_id(p.ids, p.ids_dtype, b * p.ids_stride_b + mine.row * p.ids_stride_l + mine.rank);
-      parent = mine.parent;
-      depth = mine.row + 1;
-      sibling = scratch.slot_of[parent][mine.rank + 1];
-      score = static_cast<float>(scratch.score[slot]);
-      for (int up = slot; up > 0; up = scratch.node[up] & 0xff) visible |= slot_bit(up);
+          load_id(p.ids, p.ids_dtype, b * p.ids_stride_b + row(mine) * p.ids_stride_l + rank(mine));
+      parent = mine.parent();
+      depth = row(mine) + 1;
+      sibling = scratch.slot_of[parent][rank(mine) + 1];
+      score = static_cast<float>(mine.score);
+      visible = slot_bit(slot);
+      for (int up = parent, left = depth; left > 1; --left) {
+        visible |= slot_bit(up);
+        up = scratch.node[up].parent();
+      }
     }
     if (used) child = scratch.slot_of[slot][0];
     p.draft_tokens[out] = token;
@@ -350,9 +473,10 @@ template <class Group>
 KDTREE_HD void build_ddtree(Group &group, const kdtree_build_ddtree_params &p, int64_t b,
                             double *table, BuildScratch &scratch) {
   const int64_t root = load_id(p.root_tokens, p.root_tokens_dtype, b);
-  stage_build(group, p, b, table);
+  const bool any_sign = group.any(stage_build(group, p, b, table));
+  clear_links(group.lane(), group.size(), scratch);
   group.sync();
-  if (root >= 0) build_nodes(group, p, table, scratch);
+  if (root >= 0) build_nodes(group, p, table, any_sign, scratch);
   group.sync();
   write_tree(group, p, b, root, p.prefix_lens[b], scratch);
   group.sync();  // scratch may be used again

@@ -88,9 +88,11 @@ struct BuildCaseScratch {
 
 template <class Run>
 void build_case(Random &random, Run &&run) {
-  const int64_t batch = 2, depth = random(0, 16), k = random.chance(50) ? 64 : random(1, 64);
+  const int64_t batch = 2, depth = random.chance(90) ? random(0, 16) : random(17, 64);
+  const int64_t k = random.chance(50) ? 64 : random(1, 64);
   const int budget = static_cast<int>(random.chance(50) ? 64 : random(0, 64)), qlen = budget + 1;
-  // On a grid scores tie; on a fine one they differ in bits that a bid has no room for.
+  // On a grid scores tie; on a fine one they differ in their last bits. Some are above 0.
+  const float top = random.chance(80) ? 0.0f : 0.5f;
   const float grid = random.chance(40) ? 0.0f : random.chance(70) ? 0.25f : 0x1p-23f;
   std::vector<float> logprobs(batch * depth * k + 1), cost(qlen);
   std::vector<int32_t> ids(batch * depth * k + 1), prefix(batch);
@@ -100,6 +102,7 @@ void build_case(Random &random, Run &&run) {
     for (int64_t i = 0; i < k; ++i)
       at[i] = grid > 0 ? -grid * static_cast<float>(random(0, 6)) - (grid < 0.1f ? 1.0f : 0.0f)
                        : -4 * static_cast<float>(random.real());
+    for (int64_t i = 0; i < k; ++i) at[i] += top;
     std::sort(at, at + k, std::greater<float>());
     if (random.chance(10))
       std::fill(at + random(0, k - 1), at + k,

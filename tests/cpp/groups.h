@@ -43,6 +43,19 @@ class Collectives {
     for (uint64_t other : self().exchange("max", line, value)) top = other > top ? other : top;
     return static_cast<uint32_t>(top);
   }
+  bool any(bool value, int line = __builtin_LINE()) { return ballot(value, line) != 0; }
+  template <class T>
+  T hand_out(bool mine, const T &value, T &place, int line = __builtin_LINE()) {
+    const uint32_t owners = ballot(mine, line);
+    if (owners == 0 || (owners & (owners - 1)) != 0) {
+      std::fprintf(stderr, "hand_out at line %d by lanes %x\n", line, owners);
+      std::abort();
+    }
+    if (mine) place = value;
+    self().sync();
+    return place;
+  }
+  void fence() {}
   template <class T>
   T shfl(T value, int source, int line = __builtin_LINE()) {
     static_assert(sizeof(T) <= sizeof(uint64_t));

@@ -29,19 +29,21 @@ KDTREE_HD int clamp_nodes(int32_t num_nodes, int64_t qlen) {
 
 #if defined(__CUDACC__)
 // Element i of an i32 or i64 array as it lies in memory: two loads without a branch, that go out
-// together with others and are waited for where value() is.
+// together with others and are waited for where value() is. Of 32 bits both are the same word, and
+// shifted, not chosen: a choice would become a second load that waits for the first.
 struct IdWords {
-  bool wide;
+  int sign_shift;
   int32_t low, high;
-  __device__ __forceinline__ IdWords(const void *ids, int32_t dtype, int64_t i)
-      : wide(dtype == KDTREE_I64) {
+  __device__ __forceinline__ IdWords(const void *ids, int32_t dtype, int64_t i) {
+    const bool wide = dtype == KDTREE_I64;
     const int32_t *word = static_cast<const int32_t *>(ids) + (wide ? 2 * i : i);
     low = word[0];
     high = word[wide];
+    sign_shift = wide ? 0 : 31;
   }
   __device__ __forceinline__ int64_t value() const {
-    const int32_t top = wide ? high : low >> 31;
-    return static_cast<int64_t>(static_cast<uint64_t>(top) << 32 | static_cast<uint32_t>(low));
+    return static_cast<int64_t>(static_cast<uint64_t>(high >> sign_shift) << 32 |
+                                static_cast<uint32_t>(low));
   }
 };
 #endif

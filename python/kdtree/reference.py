@@ -211,7 +211,10 @@ def _sum(terms: Iterable[float]) -> float:
 
 
 def _exp(score: float) -> float:
-    return math.exp(score) if score < 700 else math.inf
+    try:
+        return math.exp(score)
+    except OverflowError:
+        return math.inf
 
 
 def _ratio(value: float, cost: float) -> float:

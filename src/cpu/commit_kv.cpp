@@ -22,7 +22,7 @@ void commit_kv(const kdtree_commit_kv_params &p) {
           if (i == begin || i % p.num_layers == 0) {
             const int32_t *slots = p.accept_index + b * p.accept_index_stride_b;
             const int32_t prefix = p.cache_loc == nullptr ? p.prefix_lens[b] : 0;
-            const int count = tree::count_moves(p, slots[0], p.accept_token_num[b]);
+            const int count = tree::count_moves(p, p.accept_token_num[b]);
             const auto row_of = [&](int slot) {
               return tree::slot_row(p, page_shift, b, prefix, slot);
             };

@@ -23,10 +23,16 @@
 namespace kdtree::cuda {
 
 constexpr int kCommitThreads = 256;
-constexpr int kCommitRows = 8;       // of a column that fit in a thread's registers
-constexpr int kCommitBytes = 32768;  // of more rows than that, in flight a block
-constexpr int kMaxLayers = 448;      // of one launch
-constexpr int kMaxBlocks = 65535;    // of one request
+constexpr int kCommitRows = 8;  // of a column that fit in a thread's registers
+// Of more rows than that, in flight a block: so that 5 blocks share a multiprocessor.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kCommitBytes = 16384;  // of 100 KB
+#else
+constexpr int kCommitBytes = 32768;
+#endif
+constexpr int kMaxLayers = 448;    // of one launch
+constexpr int kMaxBlocks = 65535;  // of one request
 
 struct CommitParams {
   kdtree_commit_kv_params op;   // its strides in vectors
@@ -88,9 +94,8 @@ __global__ void __launch_bounds__(kCommitThreads, 5)
   const int thread = threadIdx.x, place = threadIdx.x % 16;  // of 16 moves
   const int32_t *slots = p.op.accept_index + b * p.op.accept_index_stride_b;
   const int last = static_cast<int>(p.op.qlen) - 1;
-  int32_t root, slot, accepted, prefix;
+  int32_t slot = 0, accepted = 0, prefix = 0;
   if (thread < 32) {
-    root = slots[0];
     slot = slots[min(place, last)];
     accepted = p.op.accept_token_num[b];
     prefix = p.op.prefix_lens[b];
@@ -99,13 +104,14 @@ __global__ void __launch_bounds__(kCommitThreads, 5)
   if (blockIdx.y == 0 && thread * 8 < p.op.block_table_width)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.op.block_table + b * p.op.block_table_stride_b +
                                                   thread * 8));
-  // While all that is on its way; neither is this put off, nor does it wait for the prefix.
+  // While all that is on its way. The compiler is not to put this off, nor to wait for the prefix
+  // first.
   const uint32_t item = blockIdx.y * kCommitThreads + thread;
   Vector *cache = item < p.items ? column<Vector>(p, item) : nullptr;
   asm volatile("" : "+r"(prefix) : "l"(cache));
 
   if (thread < 32) {
-    const int count = tree::count_moves(p.op, root, accepted);
+    const int count = tree::count_moves(p.op, accepted);
     int rows = 0;
 #pragma unroll 1
     for (int first = 0; first < count; first += 16) {

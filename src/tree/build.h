@@ -26,6 +26,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "tree/exp.h"
 #include "tree/limits.h"
 
@@ -35,7 +37,7 @@ constexpr int kParentBit = 16, kOrderBit = 24;
 
 // A node, slots 1 up, as its step leaves it.
 struct alignas(16) BuildNode {
-  uint64_t child, sibling;  // ranks of what follows it
+  uint64_t child, sibling;  // keys of what follows it
   double score;
   uint32_t at_parent;    // where its log-prob is in the table, in bytes; its parent's slot << 16
   uint32_t below_order;  // where its first child's is, in bytes; its order << 24
@@ -55,9 +57,9 @@ struct BuildScratch {
 };
 
 // The log-probs of one request that can matter, as doubles: for each depth a row of k and a -inf,
-// and a row of -inf below the last. So a step needs no bounds; what follows a dead node is dead
-// whatever it is made of, and three rows more are there to be read for it. Staged in pieces of
-// kStagedRows.
+// and a row of -inf below the last. So a step needs no bounds. What follows a dead node is never
+// taken, whatever it is made of; for that there are three rows more, to be read. Staged in pieces
+// of kStagedRows.
 constexpr int kStagedRows = 16;
 struct BuildTable {
   int levels, k, pitch, size;
@@ -67,7 +69,7 @@ struct BuildTable {
       : levels(static_cast<int>(p.depth < p.budget ? p.depth : p.budget)),
         k(static_cast<int>(p.k)),
         pitch(k + 1),
-        size(rows(levels) * pitch + 2),
+        size(rows(levels) * pitch),
         inverse((1u << 19) / pitch + 1) {}
   KDTREE_HD static constexpr int rows(int levels) {
     const int staged = (levels + kStagedRows) / kStagedRows * kStagedRows;
@@ -76,8 +78,10 @@ struct BuildTable {
   // at / pitch: exact, since at x pitch is below 2^19.
   KDTREE_HD int row(int at) const { return static_cast<int>(at * inverse >> 19); }
 };
-constexpr int kMaxTable = BuildTable::rows(kMaxNodes) * (kMaxK + 1) + 2;
+constexpr int kMaxTable = BuildTable::rows(kMaxNodes) * (kMaxK + 1);
 static_assert(kMaxTable * sizeof(double) <= 1 << kParentBit);
+// Orders start up to kMaxQlen + 31, and every step may add one.
+static_assert(kMaxQlen + 31 + kMaxNodes + 1 < 1 << (32 - kOrderBit));
 
 // Returns whether this lane saw a log-prob above 0. NaN is dead like -inf.
 template <class Group>
@@ -124,21 +128,22 @@ KDTREE_HD void cap_infinite(Group &group, const kdtree_build_ddtree_params &p, d
   group.sync();
 }
 
-// A score as an integer: the larger the score, the smaller its rank. Scores of log-probs are not
-// above 0 and never -0, so their bits are their ranks; only kAnySign has more to do.
+// A score as an integer, its key: the larger the score, the smaller. Scores of log-probs are not
+// above 0 and never -0, so their bits are their keys; only kAnySign has more to do. The key of a
+// NaN may come before all others.
 template <bool kAnySign>
 KDTREE_HD uint64_t flip_positive(uint64_t bits) {
   return kAnySign ? bits ^ (~(static_cast<int64_t>(bits) >> 63) & INT64_MAX) : bits;
 }
 template <bool kAnySign>
-KDTREE_HD uint64_t score_rank(double score) {
+KDTREE_HD uint64_t score_key(double score) {
   uint64_t bits;
   memcpy(&bits, &score, sizeof bits);
   return flip_positive<kAnySign>(bits);
 }
 template <bool kAnySign>
-KDTREE_HD double rank_score(uint64_t rank) {
-  const uint64_t bits = flip_positive<kAnySign>(rank);
+KDTREE_HD double key_score(uint64_t key) {
+  const uint64_t bits = flip_positive<kAnySign>(key);
   double score;
   memcpy(&score, &bits, sizeof score);
   return score;
@@ -160,7 +165,7 @@ struct BuildEntry {
   int order;      // by rank tuple among all entries
 };
 
-// The frontier of a lane of its own: entry i is that of slot i.
+// The frontier of a lane of its own, which asks nothing of its group: entry i is that of slot i.
 class BuildList {
  public:
   KDTREE_HD BuildList(SerialGroup &group, const BuildEntry &entry) { add(group, entry); }
@@ -233,7 +238,7 @@ class BuildLanes {
 
   // With one entry, and dead ones behind it.
   KDTREE_HD BuildLanes(Group &group, const BuildEntry &entry)
-      : rank_(rank(group.lane() == 0 ? entry.score : -HUGE_VAL)),
+      : key_(key(group.lane() == 0 ? entry.score : -HUGE_VAL)),
         at_(entry.at * 8),
         below_(entry.below * 8),
         parent_(entry.parent),
@@ -241,14 +246,14 @@ class BuildLanes {
         place_(group.lane()) {}
 
   KDTREE_HD void add(Group &group, const BuildEntry &entry) {
-    const uint64_t its_rank = rank(entry.score);
+    const uint64_t its_key = key(entry.score);
     const uint32_t its_below = entry.below * 8;
     const uint32_t its_below_order = its_below | static_cast<uint32_t>(entry.order) << kOrderBit;
-    const bool behind = rank_ + (below_order_ > its_below_order) > its_rank;
+    const bool behind = key_ + (below_order_ > its_below_order) > its_key;
     const int its_place = count_lanes(group.ballot(!behind));
     place_ += behind;
     if (place_ == kSize) {
-      rank_ = its_rank, below_order_ = its_below_order, place_ = its_place;
+      key_ = its_key, below_order_ = its_below_order, place_ = its_place;
       at_ = entry.at * 8, below_ = its_below, parent_ = entry.parent;
     }
   }
@@ -261,7 +266,9 @@ class BuildLanes {
     look(table);
     BuildNode *node = scratch.node + taken;
     bool more;
-    do {  // two steps for one branch: what one too many takes is dropped
+    // Two steps for one branch: what one too many takes is dropped. So is what a step takes after
+    // it has found the best one dead: there are NaNs then.
+    do {
       more = step(group, table, pitch, ++taken, *++node);
       more &= step(group, table, pitch, ++taken, *++node);
     } while (more && taken < budget);
@@ -271,31 +278,32 @@ class BuildLanes {
   }
 
  private:
-  KDTREE_HD static uint64_t rank(double score) { return score_rank<kAnySign>(score); }
+  KDTREE_HD static uint64_t key(double score) { return score_key<kAnySign>(score); }
 
   // What would follow this lane's entry, for the next step.
   KDTREE_HD void look(const double *table) {
     const auto logprob = [&](uint32_t at) {
       return *reinterpret_cast<const double *>(reinterpret_cast<const char *>(table) + at);
     };
-    const double score = rank_score<kAnySign>(rank_);
-    child_ = rank(score + logprob(below_));
-    sibling_ = rank((score - logprob(at_)) + logprob(at_ + 8));
+    const double score = key_score<kAnySign>(key_);
+    child_ = key(score + logprob(below_));
+    sibling_ = key((score - logprob(at_)) + logprob(at_ + 8));
   }
 
   // Takes the best entry, and returns whether it was alive.
-  KDTREE_HD bool step(Group &group, const double *table, int pitch, int slot, BuildNode &place) {
+  KDTREE_HD bool step(Group &group, const double *table, int pitch, int slot, BuildNode &record) {
     const BuildNode node = group.hand_out(best_,
-                                          BuildNode{child_, sibling_, rank_score<kAnySign>(rank_),
+                                          BuildNode{child_, sibling_, key_score<kAnySign>(key_),
                                                     at_ + (parent_ << kParentBit), below_order_},
-                                          place);
+                                          record);
 
-    // From here on the best lane's entry is the sibling, and where all are compared with that, the
-    // child: so as many lanes are ahead of either as its place says. Of equal ranks the later in
-    // order is behind, as if its rank were one more; the sibling is later than the child.
+    // From here on the best lane's entry is the sibling; but where all are compared with the
+    // sibling, it stands for the child: so as many lanes are ahead of either as its place says. Of
+    // equal keys the later in order is behind, as if its key were one more; the sibling is later
+    // than the child.
     const bool later = below_order_ >= node.below_order;
-    move_if(best_, rank_, node.sibling);
-    const uint64_t to_child = rank_ + later;
+    move_if(best_, key_, node.sibling);
+    const uint64_t to_child = key_ + later;
     uint64_t to_sibling = to_child;
     move_if(best_, to_sibling, node.child);
     const bool behind_child = to_child > node.child, behind_sibling = to_sibling > node.sibling;
@@ -305,12 +313,12 @@ class BuildLanes {
     // The child takes the lane of what falls off the end.
     const bool opens = ((place_ == kSize - 1) & behind_child & behind_sibling) |
                        (best_ & (before_sibling == 0xffffffff));
-    const uint32_t row = pitch * 8, opened = node.below_order % (1u << kOrderBit),
-                   opened_below = opened + row;
+    const uint32_t pitch_bytes = pitch * 8, opened = node.below_order % (1u << kOrderBit),
+                   opened_below = opened + pitch_bytes;
     add_if(best_, at_, 8u);
     move_if(opens, at_, opened);
     move_if(opens, below_, opened_below);
-    move_if(opens, rank_, node.child);
+    move_if(opens, key_, node.child);
     look(table);
 
     const bool second = (place_ == 1) & !behind_child & !behind_sibling;
@@ -321,28 +329,19 @@ class BuildLanes {
     move_if(best_, place_, sibling_place);
     move_if(opens, place_, child_place);
     add_if(later, below_order_, 1u << kOrderBit);
-    move_if(opens, below_order_, node.below_order + row);
+    move_if(opens, below_order_, node.below_order + pitch_bytes);
     move_if(opens, parent_, static_cast<uint32_t>(slot));
     best_ = second | (best_ & (before_sibling == 0)) | (opens & (before_child == 0));
     return is_alive(node.score);
   }
 
-  uint64_t rank_;
+  uint64_t key_;
   uint32_t at_, below_;  // in bytes
   uint32_t parent_;
   uint32_t below_order_;  // as BuildNode's
   int place_;
   bool best_;  // place_ == 0, known before it
   uint64_t child_, sibling_;
-};
-
-template <class Group, bool kAnySign>
-struct BuildFrontier {
-  using Type = BuildLanes<Group, kAnySign>;
-};
-template <bool kAnySign>
-struct BuildFrontier<SerialGroup, kAnySign> {
-  using Type = BuildList;
 };
 
 // Takes nodes into scratch, slots 1 up, and returns how many. The first `seeded` are the chain.
@@ -361,7 +360,8 @@ KDTREE_HD int grow_tree(Group &group, const kdtree_build_ddtree_params &p, const
                       seeded, kMaxQlen - seeded};
   };
   seeded = 0;
-  typename BuildFrontier<Group, kAnySign>::Type frontier(group, entry());
+  std::conditional_t<Group::kSize == 1, BuildList, BuildLanes<Group, kAnySign>> frontier(group,
+                                                                                         entry());
   while (take) {
     if (group.lane() == 0) scratch.node[seeded + 1] = plain_node(score, seeded * pitch, seeded);
     ++seeded;

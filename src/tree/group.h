@@ -4,12 +4,17 @@
 //   template <class Group> KDTREE_HD void body(Group &group, const Request &r, Scratch &scratch)
 //
 // lane() and size() split the work; what one lane writes to scratch another may read after
-// sync(). Collectives (sync, ballot, any, shfl, max, hand_out) must be reached by every lane of the
-// group; the source of a shfl is taken modulo the size. hand_out(mine, value, place) gives all
-// lanes the value of the one that has `mine`, and leaves it at `place`, where nothing else may be.
-// fence(), for all lanes of a warp: the loads before it are under way before what comes after.
-// Tests run the same bodies as fibers, where a divergent collective aborts, and as threads under
-// ThreadSanitizer, where a missing sync() is a race.
+// sync(). Collectives must be reached by every lane of the group:
+//
+//   ballot(x)                     whose x is true
+//   any(x)                        whether one's is
+//   hand_out(mine, value, place)  the value of the one lane that has `mine`, for all; it stays at
+//                                 `place`, in shared memory, which serves for nothing else
+//   fence()                       the loads before it are under way before what comes after
+//
+// Each group has those that its bodies ask for. Tests run the same bodies as fibers, where a
+// divergent collective aborts, and as threads under ThreadSanitizer, where a missing sync() is a
+// race.
 #pragma once
 
 #include <stdint.h>
@@ -31,11 +36,6 @@ struct SerialGroup {
   KDTREE_HD void fence() const {}
   KDTREE_HD uint32_t ballot(bool value) const { return value ? 1u : 0u; }
   KDTREE_HD bool any(bool value) const { return value; }
-  template <class T>
-  KDTREE_HD T shfl(T value, int) const {
-    return value;
-  }
-  KDTREE_HD uint32_t max(uint32_t value) const { return value; }
 };
 
 #if defined(__CUDACC__)
@@ -46,13 +46,6 @@ struct WarpGroup {
   __device__ __forceinline__ void sync() const { __syncwarp(); }
   __device__ __forceinline__ uint32_t ballot(bool value) const {
     return __ballot_sync(0xffffffffu, value);
-  }
-  template <class T>
-  __device__ __forceinline__ T shfl(T value, int source) const {
-    return __shfl_sync(0xffffffffu, value, source);
-  }
-  __device__ __forceinline__ uint32_t max(uint32_t value) const {
-    return __reduce_max_sync(0xffffffffu, value);
   }
   // Of a struct of 16-byte words, in shared memory. Its stores depend on `mine` without a branch.
   template <class T>

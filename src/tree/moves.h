@@ -30,23 +30,23 @@ KDTREE_HD void divide(int64_t a, int64_t b, int shift, int64_t &quotient, int64_
   }
 }
 
-// How many entries of accept_index count. The first of them is `root`; `accepted` is the request's
-// accept_token_num.
-KDTREE_HD int count_moves(const kdtree_commit_kv_params &p, int32_t root, int32_t accepted) {
-  if (root < 0 || accepted < 0) return 0;
+// How many entries of accept_index count; `accepted` is the request's accept_token_num.
+KDTREE_HD int count_moves(const kdtree_commit_kv_params &p, int32_t accepted) {
+  if (accepted < 0) return 0;
   return static_cast<int>(accepted < p.qlen ? accepted + 1 : p.qlen);
 }
 
 // Where the row of tree slot `slot` lies; -1 if there is no such slot, or it lies outside the
-// cache. `prefix` is the request's prefix_lens, and does not count with cache_loc.
-KDTREE_HD int64_t slot_row(const kdtree_commit_kv_params &p, int page_shift, int64_t b,
-                           int32_t prefix, int32_t slot) {
+// cache. `shift` is page_shift(p); `prefix` is the request's prefix_lens, and does not count with
+// cache_loc.
+KDTREE_HD int64_t slot_row(const kdtree_commit_kv_params &p, int shift, int64_t b, int32_t prefix,
+                           int32_t slot) {
   if (slot < 0 || slot >= p.qlen) return -1;
   const int64_t place = p.cache_loc != nullptr ? p.cache_loc[b * p.cache_loc_stride_b + slot]
                                                : int64_t(prefix) + slot;
   if (place < 0) return -1;
   int64_t page, row;
-  divide(place, p.page_size, page_shift, page, row);
+  divide(place, p.page_size, shift, page, row);
   if (p.cache_loc == nullptr) {
     if (page >= p.block_table_width) return -1;
     page = p.block_table[b * p.block_table_stride_b + page];

@@ -74,6 +74,7 @@ void compare(const char *op, const Params &params, int64_t batch, Run &&run, Bin
   bind(p, together);
   {
     auto scratch = std::make_unique<Scratch>();
+    std::memset(static_cast<void *>(scratch.get()), 0x7f, sizeof *scratch);  // what nobody wrote
     run([&](auto &group) {
       for (int64_t b = 0; b < batch; ++b) body(group, p, b, *scratch);
     });
@@ -92,7 +93,7 @@ void build_case(Random &random, Run &&run) {
   const int64_t k = random.chance(50) ? 64 : random(1, 64);
   const int budget = static_cast<int>(random.chance(50) ? 64 : random(0, 64)), qlen = budget + 1;
   // On a grid scores tie; on a fine one they differ in their last bits. Some are above 0.
-  const float top = random.chance(80) ? 0.0f : 0.5f;
+  const float top = random.chance(80) ? 0.0f : random.chance(50) ? 0.5f : 1e-6f;
   const float grid = random.chance(40) ? 0.0f : random.chance(70) ? 0.25f : 0x1p-23f;
   std::vector<float> logprobs(batch * depth * k + 1), cost(qlen);
   std::vector<int32_t> ids(batch * depth * k + 1), prefix(batch);
@@ -104,6 +105,7 @@ void build_case(Random &random, Run &&run) {
                        : -4 * static_cast<float>(random.real());
     for (int64_t i = 0; i < k; ++i) at[i] += top;
     std::sort(at, at + k, std::greater<float>());
+    if (top > 0 && random.chance(10)) at[0] = INFINITY;
     if (random.chance(10))
       std::fill(at + random(0, k - 1), at + k,
                 random.chance(50) ? -INFINITY : std::numeric_limits<float>::quiet_NaN());

@@ -10,7 +10,8 @@
 using namespace kdtree::test;
 
 // Runs body in a child, which must abort and say why.
-static void expect_abort(const char *what, const std::function<void(FiberGroup &)> &body) {
+static void expect_abort(const char *what, const std::function<void(FiberGroup &)> &body,
+                         const char *why = "divergent collective") {
   int ends[2];
   if (pipe(ends) != 0) std::abort();
   const pid_t child = fork();
@@ -26,9 +27,7 @@ static void expect_abort(const char *what, const std::function<void(FiberGroup &
   close(ends[0]);
   int status = 0;
   waitpid(child, &status, 0);
-  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT &&
-      message.find("divergent collective") == 0)
-    return;
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT && message.find(why) == 0) return;
   std::fprintf(stderr, "%s: expected an abort, got status %d, \"%s\"\n", what, status,
                message.c_str());
   std::exit(1);
@@ -51,6 +50,13 @@ int main(int argc, char **argv) {
     else
       group.sync();
   });
+  for (int owners : {0, 2}) {
+    int place = 0;
+    expect_abort(
+        "a value that not one lane hands out",
+        [&](FiberGroup &group) { group.hand_out(group.lane() < owners, 1, place); },
+        "hand_out by ");
+  }
   all_cases(argc > 1 ? std::atoi(argv[1]) : 300, run_fibers);
   std::puts("fibers: ok");
 }

@@ -38,17 +38,12 @@ class Collectives {
     for (int i = 0; i < kLanes; ++i) lanes |= static_cast<uint32_t>(values[i]) << i;
     return lanes;
   }
-  uint32_t max(uint32_t value, int line = __builtin_LINE()) {
-    uint64_t top = 0;
-    for (uint64_t other : self().exchange("max", line, value)) top = other > top ? other : top;
-    return static_cast<uint32_t>(top);
-  }
   bool any(bool value, int line = __builtin_LINE()) { return ballot(value, line) != 0; }
   template <class T>
   T hand_out(bool mine, const T &value, T &place, int line = __builtin_LINE()) {
     const uint32_t owners = ballot(mine, line);
     if (owners == 0 || (owners & (owners - 1)) != 0) {
-      std::fprintf(stderr, "hand_out at line %d by lanes %x\n", line, owners);
+      std::fprintf(stderr, "hand_out by lanes %x at line %d\n", owners, line);
       std::abort();
     }
     if (mine) place = value;
@@ -56,15 +51,6 @@ class Collectives {
     return place;
   }
   void fence() {}
-  template <class T>
-  T shfl(T value, int source, int line = __builtin_LINE()) {
-    static_assert(sizeof(T) <= sizeof(uint64_t));
-    uint64_t word = 0;
-    std::memcpy(&word, &value, sizeof value);
-    word = self().exchange("shfl", line, word)[source & (kLanes - 1)];
-    std::memcpy(&value, &word, sizeof value);
-    return value;
-  }
 
  private:
   Self &self() { return static_cast<Self &>(*this); }

@@ -10,7 +10,7 @@
 // waits. Bytes, 12 KB in and 3.5 KB out a request at L 15, K 64, are nothing beside that: 1,000
 // requests move 16 MB, 4 us at 4.3 TB/s.
 //
-// Measured on an H200, budget 64, with a cold L2: 11.1 us for one request and 11.0 for 64, of which
+// Measured on an H200, budget 64, with a cold L2: 10.8 us for one request and 11.0 for 64, of which
 // an empty kernel is 3.5. In cycles at 1.98 GHz: 2,100 until the log-probs are there, 600 and 156 a
 // step to grow, whatever the scores, and 1,200 to write (2,000 if the tree is deep).
 #include "cuda/launch.h"

@@ -164,6 +164,7 @@ void launch_commit(const kdtree_commit_kv_params &p, Stream stream) {
   }
   params.page_shift = tree::page_shift(p);
   params.row_vectors = static_cast<uint32_t>(vectors(p.row_elements));
+  // Layers of one launch: at least one, since a row has no more than 2^23 elements.
   const int64_t most =
       std::min<int64_t>(kMaxLayers, int64_t(kMaxBlocks) * kCommitThreads / params.row_vectors);
   for (int64_t first = 0; first < p.num_layers; first += most) {

@@ -96,7 +96,9 @@ typedef enum kdtree_mask_layout {
  * first; NaN counts as -inf. ids = vocab_start + column. Columns with vocab_start + column >=
  * vocab_size are padding and never chosen; fewer than k real columns: the rest is -inf with id
  * -1. lse = log-sum-exp of the real columns (-inf when all are -inf). normalize: logprobs =
- * logit - lse; otherwise the logits as they are, for merge_topk. */
+ * logit - lse; otherwise the logits as they are, for merge_topk. With root_tokens, one for each of
+ * lead_dims[0] requests, the rows of those that are negative are padding: whatever they hold, they
+ * come out as rows of -inf, with ids of -1. */
 typedef struct kdtree_draft_topk_params {
   int64_t struct_size;
   int32_t device_type, device_id;
@@ -105,14 +107,17 @@ typedef struct kdtree_draft_topk_params {
   int32_t lead_ndim; /* 0..KDTREE_MAX_LEAD_DIMS */
   int64_t lead_dims[KDTREE_MAX_LEAD_DIMS];
   int64_t logits_lead_strides[KDTREE_MAX_LEAD_DIMS];
-  int64_t vocab;       /* V, columns of this shard */
-  int64_t vocab_start; /* id of column 0 */
-  int64_t vocab_size;  /* size of the whole vocabulary; < 0: no column is padding */
-  int32_t k;           /* 1..min(KDTREE_MAX_K, V) */
-  int32_t normalize;   /* bool */
-  float *logprobs;     /* out f32[lead..., k] */
-  int64_t *ids;        /* out i64[lead..., k] */
-  float *lse;          /* out f32[lead...] */
+  int64_t vocab;           /* V, columns of this shard */
+  int64_t vocab_start;     /* id of column 0 */
+  int64_t vocab_size;      /* size of the whole vocabulary; < 0: no column is padding */
+  int32_t k;               /* 1..min(KDTREE_MAX_K, V) */
+  int32_t normalize;       /* bool */
+  float *logprobs;         /* out f32[lead..., k] */
+  int64_t *ids;            /* out i64[lead..., k] */
+  float *lse;              /* out f32[lead...] */
+  const void *root_tokens; /* [lead_dims[0]] i32 or i64, or NULL: no row is padding */
+  int32_t root_tokens_dtype;
+  int32_t reserved;
 } kdtree_draft_topk_params;
 
 /* ---- merge_topk: the un-normalized top-k of S vocabulary shards -> one normalized top-k, equal

@@ -80,6 +80,23 @@ def make_ops() -> dict[str, Op]:
             free={"logits": {0, 1}},
             own_rank={"logits"},
         ),
+        "draft_topk, root_tokens": Op(
+            kdtree.draft_topk,
+            {
+                "logits": rng.standard_normal((b, depth, vocab)).astype(f32),
+                "k": k,
+                "root_tokens": np.array([3, -1, 5]),
+            },
+            {
+                "out.logprobs": ((b, depth, k), f32),
+                "out.ids": ((b, depth, k), i64),
+                "out.lse": ((b, depth), f32),
+            },
+            DraftTopK,
+            free={"logits": {2}},
+            optional={"root_tokens"},
+            own_rank={"logits"},
+        ),
         "merge_topk": Op(
             kdtree.merge_topk,
             {

@@ -222,7 +222,12 @@ def expect_topk(got: DraftTopK, want: DraftTopK) -> None:
 def test_draft_topk(library: Backend, rng: np.random.Generator, dtype: Any) -> None:
     logits = (rng.integers(-30, 30, (2, 3, 701)) / 4).astype(dtype)
     options: dict[str, Any]
-    for options in ({}, {"vocab_start": 100, "vocab_size": 790, "normalize": False}):
+    for options in (
+        {},
+        {"vocab_start": 100, "vocab_size": 790, "normalize": False},
+        {"root_tokens": np.array([-1, 3])},
+        {"root_tokens": np.array([5, -2], np.int32), "normalize": False},
+    ):
         got = call(library, ctypes_api.draft_topk, logits, 17, **options)
         expect_topk(got, reference.draft_topk(logits, 17, **options))
     expect_topk(
@@ -425,6 +430,17 @@ READ_ONLY.flags.writeable = False
         ({"logits": np.zeros((9, 9), F32).T}, ValueError, "logits: .* dense"),
         ({"logits": np.zeros((1,) * 8, F32)}, ValueError, "logits: .* leading"),
         ({"logits": np.zeros((), F32)}, ValueError, "logits: expected shape"),
+        (
+            {"root_tokens": np.zeros(3, int)},
+            ValueError,
+            r"root_tokens: expected shape \[B\] = \[2\]",
+        ),
+        ({"root_tokens": np.zeros(2, F32)}, TypeError, "root_tokens: expected dtype"),
+        (
+            {"root_tokens": np.zeros(1, int), "logits": np.zeros(9, F32)},
+            ValueError,
+            r"logits: expected \[B, ..., V\] with root_tokens",
+        ),
         ({"k": 0}, ValueError, "k: expected 1..9, got 0"),
         ({"k": 1.5}, TypeError, "k: expected an int"),
         ({"k": True}, TypeError, "k: expected an int"),

@@ -90,6 +90,66 @@ def test_padding_columns_are_never_chosen(backend, rng, vocab_start):
     check(backend, logits, 32, vocab_start=vocab_start, vocab_size=vocab_start + 5000)
 
 
+def some_live(rng, logits, live, dtype=np.int64):
+    """Root tokens of which `live`, anywhere, are no padding; the others' logits are poisoned."""
+    padding = np.ones(len(logits), bool)
+    padding[rng.permutation(len(logits))[:live]] = False
+    poison = rng.choice(np.array([np.nan, np.inf, -np.inf, 6e4], logits.dtype), logits.shape[1:])
+    logits[padding] = poison
+    negative = -1 - rng.integers(0, 9, len(logits))
+    return np.where(padding, negative, rng.integers(0, 9, len(logits))).astype(dtype)
+
+
+@pytest.mark.parametrize("roots", [np.int32, np.int64])
+@pytest.mark.parametrize("lead", [(1,), (7,), (5, 3), (66, 2, 2), (0, 3)], ids=str)
+def test_padding_requests(backend, rng, lead, roots):
+    for share in (0.0, 0.1, 0.5, 1.0):
+        logits = rng.standard_normal((*lead, 3000)).astype(np.float32)
+        given = some_live(rng, logits, round(share * lead[0]), roots)
+        for normalize in (True, False):
+            got = check(backend, logits, 9, normalize=normalize, vocab_start=5, root_tokens=given)
+            assert (got.ids[given < 0] == -1).all()
+            assert np.isneginf(got.logprobs[given < 0]).all()
+            assert np.isneginf(got.lse[given < 0]).all()
+
+
+@pytest.mark.parametrize(
+    "live", [0, 1, 4, 8, 17, 40, 64]
+)  # 4, 2 or 1 blocks a row, and several rows
+@pytest.mark.parametrize("kind", ["normal", "ties", "rising"])
+def test_live_requests_of_a_captured_graph(device, rng, kind, live):
+    dtype, vocab = (F16, 163_840) if FULL else (F32, 9_001)  # odd: rows start anywhere
+    shape = (64, 5, vocab)
+    logits = 3 * rng.standard_normal(shape) if kind == "normal" else rng.integers(0, 2, shape)
+    if kind == "rising":  # fills every list of candidates
+        logits = np.broadcast_to(np.arange(vocab) % 60_000, shape)
+    logits = logits.astype(dtype)
+    roots = some_live(rng, logits, live)
+    check(device, logits, 64, normalize=kind != "rising", root_tokens=roots)
+
+
+@pytest.mark.parametrize("vocab", [600, 5_000])  # a block a row or several
+def test_more_requests_than_are_looked_at_at_once(device, rng, vocab):
+    logits = rng.standard_normal((777, 3, vocab)).astype(np.float32)
+    for live in (1, 30, 400, 777):
+        given = logits.copy()
+        roots = some_live(rng, given, live, np.int32)
+        check(device, given, 5, root_tokens=roots)
+
+
+def test_padding_requests_of_strided_logits(device, rng):
+    wide = rng.standard_normal((4, 300, 20_011)).astype(np.float32)
+    given = device.array(wide)[:, ::2, 7:20_003]
+    logits = wide[:, ::2, 7:20_003].copy()
+    for live in (0, 1, 2, 4):
+        roots = np.where(np.arange(4) < live, 1, -1)
+        got = device.get(kdtree.draft_topk(given, 20, root_tokens=device.array(roots)))
+        want = reference.draft_topk(logits, 20, root_tokens=roots)
+        assert_same(got.ids, want.ids)
+        assert_close(got.logprobs, want.logprobs, atol=2e-5)
+        assert_close(got.lse, want.lse, atol=2e-5)
+
+
 @pytest.mark.parametrize("lead", [(), (0,), (1,), (3, 0, 2), (2, 1, 3, 1, 2, 2)], ids=str)
 def test_leading_dimensions(backend, rng, lead):
     check(backend, rng.standard_normal((*lead, 50)).astype(np.float32), 7)

@@ -107,7 +107,7 @@ def one_round(s: State, out: Result | None = None, **options: Any) -> Result:
 
     workspace = options.pop("workspace", None)
     options_of_all = options
-    top = kdtree.draft_topk(s.draft_logits, K, **to("top"))
+    top = kdtree.draft_topk(s.draft_logits, K, root_tokens=s.roots, **to("top"))
     tree = kdtree.build_ddtree(
         top.logprobs, top.ids, s.roots, s.prefix_lens, budget=BUDGET, **to("tree")
     )
@@ -149,7 +149,7 @@ def first_column(ids: Any) -> Any:
 
 def check_round(s: State, r: Result, after: Any) -> None:
     """Each op against the oracle on what the op before it made; all NumPy."""
-    top = reference.draft_topk(s.draft_logits, K)
+    top = reference.draft_topk(s.draft_logits, K, root_tokens=s.roots)
     assert_same(r.top.ids, top.ids)
     assert_close(r.top.logprobs, top.logprobs, atol=2e-5)
     tree = reference.build_ddtree(r.top.logprobs, r.top.ids, s.roots, s.prefix_lens, budget=BUDGET)
@@ -531,7 +531,9 @@ def test_round_equals_the_ops(round_backend, rng, options):
         sampling = {"temperature": backend.array(temperature), "seeds": mine.seeds}
         run_round(r, mine, **(sampling if sampled else {}))
 
-        top = kdtree.draft_topk(given.draft_logits, K, vocab_size=VOCAB - 3)
+        top = kdtree.draft_topk(
+            given.draft_logits, K, vocab_size=VOCAB - 3, root_tokens=given.roots
+        )
         tree = kdtree.build_ddtree(
             top.logprobs, top.ids, given.roots, given.prefix_lens, budget=BUDGET, **drafting
         )
@@ -581,7 +583,7 @@ def test_round_of_fewer_requests(round_backend, rng):
     run_round(few, s)
     s.kv_caches = caches
     assert_same(backend.get(arrays_of(few)), backend.get(arrays_of(run_round(whole.rows(3), s))))
-    top = kdtree.draft_topk(s.draft_logits, K)
+    top = kdtree.draft_topk(s.draft_logits, K, root_tokens=s.roots)
     assert_same(backend.get(few.top), backend.get(top))
     assert_same(backend.numpy(whole.top.ids)[:3], backend.numpy(few.top.ids))  # its memory
 
@@ -632,7 +634,7 @@ def test_round_of_shards(round_backend, rng, ranks, batch):
     for other in results[1:]:
         assert_same(other, results[0])
     top, tree, accept = results[0]
-    want = reference.draft_topk(s.draft_logits[:batch], K)
+    want = reference.draft_topk(s.draft_logits[:batch], K, root_tokens=s.roots[:batch])
     assert_same(top.ids, want.ids)
     assert_close(top.logprobs, want.logprobs, atol=2e-5)
     want = reference.build_ddtree(

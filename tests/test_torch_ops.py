@@ -54,6 +54,7 @@ def samples(on: TorchBackend) -> dict[str, list[Sample]]:
     ]
     stacked = [torch.stack([getattr(s, e) for s in shards]) for e in ("logprobs", "ids", "lse")]
     roots = tensor(np.array([3, -1, 5]))
+    live = kdtree.draft_topk(logits, 5, root_tokens=roots)
     prefix = tensor(np.array([4, 9, 0], np.int32))
     cost = tensor(np.linspace(0, 1, 9, dtype=np.float32))
     given = on.put(random_trees(rng, 4, 7, 3))
@@ -90,6 +91,7 @@ def samples(on: TorchBackend) -> dict[str, list[Sample]]:
         "draft_topk": [
             Sample(astuple(top), (logits, 5)),
             Sample(astuple(shards[1]), (logits[..., 25:], 5), vocab_start=25, normalize=False),
+            Sample(astuple(live), (logits, 5), root_tokens=roots),
         ],
         "merge_topk": [Sample(astuple(kdtree.merge_topk(*stacked)), tuple(stacked))],
         "build_ddtree": [

@@ -493,6 +493,19 @@ def topk(d: Cpu) -> Iterator[Row]:
 
         shape = f"S{shards} B{B} L{depth} K{CANDIDATES}"
         yield Row("merge_topk", shape, merge, values.size * 12 + lse.size * 4)
+    if d.name == "cpu" or d.quick:
+        return
+    B = 64  # of a captured graph
+    logits = d.normal(B, DEPTH, VOCAB)
+    out = kdtree.draft_topk(logits, CANDIDATES)
+    for live in (4, B):
+        roots = d.array(np.where(np.arange(B) < live, 1, -1))
+
+        def live_ones(logits: Any = logits, roots: Any = roots, out: DraftTopK = out) -> object:
+            return kdtree.draft_topk(logits, CANDIDATES, root_tokens=roots, out=out)
+
+        shape = f"B{B}, {live} live, L{DEPTH} K{CANDIDATES} V{VOCAB}"
+        yield Row("draft_topk", shape, live_ones, live * DEPTH * VOCAB * 2)
 
 
 def _drafts(d: Cpu, batch: int) -> tuple[Any, ...]:
@@ -639,8 +652,8 @@ def commit(d: Cpu) -> Iterator[Row]:
 def round_(d: Cpu) -> Iterator[Row]:
     """draft_topk, build_ddtree, tree_accept_logits, commit_kv: one CUDA graph.
 
-    Spare rows of a graph that was captured for more requests should cost little; draft_topk alone
-    cannot know them, so there are also rounds that start at its result.
+    Spare rows of a graph that was captured for more requests should cost little. There are also
+    rounds that start at draft_topk's result.
     """
     layers, vocab = (LAYERS, VOCAB) if d.name == "cuda" else (4, VOCAB // 16)
     pages = 4
@@ -668,14 +681,16 @@ def round_(d: Cpu) -> Iterator[Row]:
             kdtree.tree_accept_logits(tree, logits, out=accepted)
             kdtree.commit_kv(caches, table, lens, accepted)
 
-        def whole(drafts: Any = drafts, top: DraftTopK = top, rest: Work = rest) -> None:
-            kdtree.draft_topk(drafts, CANDIDATES, out=top)
+        def whole(
+            drafts: Any = drafts, roots: Any = roots, top: DraftTopK = top, rest: Work = rest
+        ) -> None:
+            kdtree.draft_topk(drafts, CANDIDATES, root_tokens=roots, out=top)
             rest()
 
         size = live * (7 * vocab * 2 + DEPTH * CANDIDATES * 12 + 65 * _TREE_BYTES)
         shape = f"B{B}, {live} live"
         yield Row(
-            "round", f"{shape}, from draft_topk", d.graph(whole), size + B * DEPTH * vocab * 2
+            "round", f"{shape}, from draft_topk", d.graph(whole), size + live * DEPTH * vocab * 2
         )
         yield Row("round", f"{shape}, from build_ddtree", d.graph(rest), size)
 

@@ -113,6 +113,10 @@ def _topk_cases(rng: np.random.Generator) -> Iterator[_Case]:
         yield _Case("draft_topk", f"{dtype}, ties", (_coarse(ties, dtype), 64), bound=1e-5)
     shard = {"vocab_start": 5003, "vocab_size": 5003 + 40, "normalize": False}
     yield _Case("draft_topk", "a padded shard", (_coarse(ties, "float32"), 64), shard, 1e-5)
+    many = rng.standard_normal((40, 5, 5003)).astype(np.float32)
+    roots = {"root_tokens": np.where(np.arange(40) % 9 == 2, 7, -1)}
+    many[roots["root_tokens"] < 0] = np.nan
+    yield _Case("draft_topk", "padding requests", (_coarse(many, "float16"), 64), roots, 1e-5)
     shards = [
         reference.draft_topk(
             ties[..., start : start + 1700], 16, vocab_start=start, normalize=False

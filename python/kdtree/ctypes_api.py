@@ -558,6 +558,7 @@ def draft_topk(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     normalize: bool = True,
+    root_tokens: Any = None,
     out: DraftTopK | None = None,
     stream: Any = None,
 ) -> DraftTopK:
@@ -576,6 +577,11 @@ def draft_topk(
         k=call.sizes["K"],
         normalize=_bool("normalize", normalize),
     )
+    if root_tokens is not None:
+        if lead == 0:
+            raise ValueError("logits: expected [B, ..., V] with root_tokens, got 1 dimension")
+        call.sizes["B"] = x.shape[0]
+        call.input("root_tokens", "root_tokens", root_tokens, _IDS, "B")
     return _run_topk(call, out, ("logprobs", "ids", "lse"))
 
 

@@ -15,6 +15,7 @@ def draft_topk(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     normalize: bool = True,
+    root_tokens: Array | None = None,
     out: DraftTopK | None = None,
     stream: Stream = None,
 ) -> DraftTopK:
@@ -31,13 +32,16 @@ def draft_topk(
         vocab_size: size of the whole vocabulary, for a shard too. Columns with
             vocab_start + column >= vocab_size are padding and never chosen.
         normalize: log-probs (logit - lse). False leaves raw logits, for `merge_topk`.
+        root_tokens: int32 or int64 [B], for logits of [B, ..., V]: a request whose root token is
+            negative is padding, a captured graph's spare row. What its logits are does not matter,
+            and 4 live requests of 64 take little longer than 4 of 4.
         out: the result's arrays, contiguous: logprobs float32 [..., k], ids int64 [..., k],
             lse float32 [...].
         stream: see `kdtree`.
 
     Returns:
         DraftTopK. With fewer than k real columns the rest is -inf with id -1. A row of -inf has
-        lse -inf.
+        lse -inf. A padding row has lse -inf and ids of -1.
 
     Raises:
         ValueError, TypeError: naming the argument, before anything is launched.
@@ -50,6 +54,7 @@ def draft_topk(
         vocab_start,
         vocab_size,
         normalize,
+        root_tokens,
         out,
         stream,
     )

@@ -45,16 +45,24 @@ def draft_topk(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     normalize: bool = True,
+    root_tokens: Array | None = None,
 ) -> DraftTopK:
-    """Top-k of each row, descending; equal logits: smallest id first; NaN counts as -inf."""
+    """Top-k of each row, descending; equal logits: smallest id first; NaN counts as -inf.
+
+    The rows of a request whose root token is negative are padding: -inf, with ids of -1.
+    """
     columns = logits.shape[-1]
     if vocab_size is not None:  # columns beyond it are padding
         columns = min(max(vocab_size - vocab_start, 0), columns)
     x = _dead_nan(logits[..., :columns].astype(np.float64))
+    if root_tokens is not None:
+        x[root_tokens < 0] = -np.inf
     lse = _logsumexp(x)
     order = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     values = np.take_along_axis(x, order, axis=-1)
     ids = order.astype(np.int64) + vocab_start
+    if root_tokens is not None:
+        ids[root_tokens < 0] = -1
     return _topk_record(values, ids, lse, k, normalize)
 
 

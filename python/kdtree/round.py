@@ -173,9 +173,15 @@ class Round:
         """
         _lead("logits", logits, "[B, L, V]", self.batch, self.depth)
         if self.draft_exchange:
-            self._gather_topk(logits, self.draft_exchange, self.top)
+            self._gather_topk(logits, self.draft_exchange, self.top, root_tokens)
         else:
-            draft_topk(logits, self.k, vocab_size=self.vocab_size, out=self.top)
+            draft_topk(
+                logits,
+                self.k,
+                vocab_size=self.vocab_size,
+                root_tokens=root_tokens,
+                out=self.top,
+            )
         return build_ddtree(
             self.top.logprobs,
             self.top.ids,
@@ -269,7 +275,9 @@ class Round:
         """The accepted rows to their places, in every layer: `commit_kv`."""
         commit_kv(kv_caches, block_table, prefix_lens, self.accepted, cache_loc=cache_loc)
 
-    def _gather_topk(self, logits: Array, exchange: Exchange, out: Any) -> None:
+    def _gather_topk(
+        self, logits: Array, exchange: Exchange, out: Any, root_tokens: Array | None = None
+    ) -> None:
         """The top-k of the whole vocabulary, from this rank's columns of it."""
         draft_topk(
             logits,
@@ -277,6 +285,7 @@ class Round:
             vocab_start=self.vocab_start,
             vocab_size=self.vocab_size,
             normalize=False,
+            root_tokens=root_tokens,
             out=exchange.mine,
         )
         self.all_gather(exchange.received, exchange.sent)

@@ -98,8 +98,9 @@ def _draft_topk(
     vocab_start: int,
     vocab_size: int | None,
     normalize: bool,
+    root_tokens: Tensor | None,
 ) -> Any:
-    return core.draft_topk(logits, k, vocab_start, vocab_size, normalize, out, None)
+    return core.draft_topk(logits, k, vocab_start, vocab_size, normalize, root_tokens, out, None)
 
 
 def _draft_topk_shapes(logits: Tensor, k: int, *args: Any, **options: Any) -> Any:
@@ -110,7 +111,7 @@ def _draft_topk_shapes(logits: Tensor, k: int, *args: Any, **options: Any) -> An
 _op(
     "draft_topk",
     "Tensor logits, int k",
-    "int vocab_start=0, int? vocab_size=None, bool normalize=True",
+    "int vocab_start=0, int? vocab_size=None, bool normalize=True, Tensor? root_tokens=None",
     "logprobs ids lse",
     _draft_topk,
     _draft_topk_shapes,

@@ -13,6 +13,12 @@ static bool check_draft_topk(const kdtree_draft_topk_params &p, Device) {
   Dim lead[KDTREE_MAX_LEAD_DIMS];
   const int64_t rows =
       check_lead_dims(p.lead_ndim, p.lead_dims, "logits_lead_strides", p.logits_lead_strides, lead);
+  const bool padded = p.root_tokens != nullptr;
+  if (padded) {
+    check_dtype("root_tokens", p.root_tokens_dtype, {KDTREE_I32, KDTREE_I64});
+    check_range("lead_ndim", p.lead_ndim, 1, KDTREE_MAX_LEAD_DIMS);
+    check_pointer("root_tokens", p.root_tokens, dtype_size(p.root_tokens_dtype));
+  }
   if (rows == 0) return false;
   check_pointer("logits", p.logits, size);
   check_pointer("logprobs", p.logprobs, 4);
@@ -22,7 +28,9 @@ static bool check_draft_topk(const kdtree_draft_topk_params &p, Device) {
       {extent("logprobs", p.logprobs, 4, {{rows * p.k, 1}}),
        extent("ids", p.ids, 8, {{rows * p.k, 1}}), extent("lse", p.lse, 4, {{rows, 1}})},
       {extent("logits", p.logits, size,
-              {lead[0], lead[1], lead[2], lead[3], lead[4], lead[5], {p.vocab, 1}})});
+              {lead[0], lead[1], lead[2], lead[3], lead[4], lead[5], {p.vocab, 1}}),
+       extent("root_tokens", p.root_tokens, padded ? dtype_size(p.root_tokens_dtype) : 0,
+              {{padded ? p.lead_dims[0] : 0, 1}})});
   return true;
 }
 

@@ -30,6 +30,27 @@ __device__ __forceinline__ int rank() {
 #endif
 }
 
+// Of the grid: how many clusters, and which this is. Read anew each time: a register less.
+__device__ __forceinline__ int clusters() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t value;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(value));
+  return static_cast<int>(value);
+#else
+  return gridDim.x;
+#endif
+}
+
+__device__ __forceinline__ int id() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t value;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(value));
+  return static_cast<int>(value);
+#else
+  return blockIdx.x;
+#endif
+}
+
 // Once all threads have arrived and waited, every block of the cluster has started and opened its
 // inboxes. Orders nothing else, which would take a fence.
 __device__ __forceinline__ void arrive() {
@@ -42,6 +63,21 @@ __device__ __forceinline__ void wait() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
+
+// Blocks of a cluster that work on one thing together: `size` of them, a power of two.
+struct Team {
+  int size;
+  __device__ __forceinline__ int rank() const { return cluster::rank() & (size - 1); }
+  __device__ __forceinline__ int first() const { return cluster::rank() & -size; }  // block
+  __device__ __forceinline__ bool alone() const { return size == 1; }
+  // Of the grid's teams, the first ones spread over its clusters.
+  __device__ __forceinline__ int number() const {
+    return id() + clusters() * (cluster::rank() >> __popc(size - 1));
+  }
+  __device__ __forceinline__ int teams() const {
+    return clusters() * (cluster::size() >> __popc(size - 1));
+  }
+};
 
 #if __CUDA_ARCH__ >= 900
 // A shared variable's address, here and in block `rank` of the cluster.
@@ -62,7 +98,7 @@ __device__ __forceinline__ uint32_t address(T *shared, int rank) {
 // Lets a block wait for what the blocks of its cluster write to its shared memory: an mbarrier,
 // which counts their bytes, so that no writer needs a fence (a release to the cluster is one for
 // the whole GPU). A block alone writes to itself and waits at its own barrier; without a cluster
-// launch the instructions below are illegal.
+// launch the instructions below are illegal. `alone`: nobody else writes to it.
 //
 // A round ends when it has been told `announcements` times of bytes to come, and they have come. A
 // block may be one round ahead of its peers, so rounds alternate between two inboxes.
@@ -79,18 +115,18 @@ struct Inbox {
 #endif
   }
   // To this block's inbox. What the thread did to shared memory before is seen by all that wait.
-  __device__ __forceinline__ void announce(int bytes) {
+  __device__ __forceinline__ void announce(int bytes, bool alone = size() == 1) {
 #if __CUDA_ARCH__ >= 900
-    if (size() == 1) return;
+    if (alone) return;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)),
                  "r"(bytes)
                  : "memory");
 #endif
   }
   // To that of block `rank`.
-  __device__ __forceinline__ void announce(int bytes, int rank) {
+  __device__ __forceinline__ void announce_to(int rank, int bytes, bool alone = size() == 1) {
 #if __CUDA_ARCH__ >= 900
-    if (size() == 1) return;
+    if (alone) return;
     asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(
                      address(&barrier, rank)),
                  "r"(bytes)
@@ -99,8 +135,8 @@ struct Inbox {
   }
   // *to = value in block `rank`: 4, 8 or 16 bytes, announced by somebody.
   template <class T>
-  __device__ __forceinline__ void send(const T &value, T *to, int rank) {
-    if (size() == 1) {
+  __device__ __forceinline__ void send(const T &value, T *to, int rank, bool alone = size() == 1) {
+    if (alone) {
       *to = value;
       return;
     }
@@ -130,8 +166,8 @@ struct Inbox {
   }
   // By all threads, for the inbox's rounds 0, 1, 2... in turn. What came lies in this block's own
   // shared memory: no more is acquired than that, which leaves L1 as it is.
-  __device__ __forceinline__ void wait(int round) {
-    if (size() == 1) {
+  __device__ __forceinline__ void wait(int round, bool alone = size() == 1) {
+    if (alone) {
       __syncthreads();
       return;
     }
@@ -164,24 +200,44 @@ int choose_cluster(void (*kernel)(Params...), int64_t rows, int64_t parts, int p
   return size;
 }
 
+// A launch of clusters of `size` blocks.
+struct ClusterLaunch {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+
+  ClusterLaunch(int64_t clusters, int size, int block, size_t smem, Stream stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = size;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(clusters * size);
+    config.blockDim = dim3(block);
+    config.dynamicSmemBytes = smem;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch &) = delete;
+};
+
+// How many clusters the current device runs at once.
+template <class... Params>
+int clusters_at_once(void (*kernel)(Params...), int size, int block, size_t smem) {
+  if (size == 1) return blocks_per_sm(kernel, block, smem) * num_sms();
+  const ClusterLaunch launch(1, size, block, smem, nullptr);
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config),
+        "cudaOccupancyMaxActiveClusters");
+  return clusters;
+}
+
 // One cluster of `size` blocks a row.
 template <class... Params, class... Args>
 void launch_clusters(const char *what, void (*kernel)(Params...), int64_t rows, int size, int block,
                      size_t smem, Stream stream, Args &&...args) {
   if (size == 1)
     return launch(what, kernel, dim3(rows), dim3(block), smem, stream, std::forward<Args>(args)...);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = size;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(rows * size);
-  config.blockDim = dim3(block);
-  config.dynamicSmemBytes = smem;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
+  const ClusterLaunch launch(rows, size, block, smem, stream);
+  check(cudaLaunchKernelEx(&launch.config, kernel, std::forward<Args>(args)...), what);
 }
 
 }  // namespace kdtree::cuda

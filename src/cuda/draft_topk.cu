@@ -5,20 +5,30 @@
 // of the groups' maxima is a floor: k columns reach it, so no other is among the k largest. With
 // k 64 some 90 columns of a cluster's round do. Further rounds need no barrier: a vector whose
 // largest logit is below the floor only adds its exponentials, others also go to a list in shared
-// memory. When all are read, the maxima give the last floor, what reaches it goes to block 0, and
-// block 0 compares each with each.
+// memory. In a part of more than 8 rounds the floor is found anew after 2, 4, 8... of them, or the
+// list would not do. When all are read, the maxima give the last floor, what reaches it goes to
+// block 0, and block 0 compares each with each.
 //
 // A row can beat the floor (it ascends, or is all ties) and overflow the list. Then the block reads
 // its part again with a barrier a tile, and cuts its candidates down to k by bisection on the bits
 // of the keys, which takes the same steps whatever the keys are.
 //
+// With root_tokens a row may be padding. Where the GPU has 4 blocks for each row anyway, those of a
+// padding row end at once. Where it has not, there are no more blocks than run at the same time, in
+// clusters of 4; they count the live rows, and 4, 2 or 1 of them take one after the other.
+//
 // Keys hold value and column (tree/order.h), so they are distinct and every selection is exact.
 //
 // Reads the row once: 15 rows x 163,840 bf16 are 4.9 MB, 1.2 us at 4.3 TB/s, and 480 rows 37 us. An
 // exponential a column at 16 a cycle and SM is 0.7 us with 8 blocks a row, and 21 us for 480 rows.
-// Measured on an H200: 12 us and 71 us. The first is latency: launch, load, two exchanges, and
-// about 1 us for each stretch of code that is not in a cache.
+// Measured on an H200: 13 us and 70 us. The first is latency: launch, load, two exchanges, and
+// about 1 us for each stretch of code that is not in a cache. 60 live rows of 960 take 20.4 us, of
+// 60 19.5; where all are live, sharing them out costs 2 to 7% (129 us of 960, 122 without
+// root_tokens). 480 rows of float32, which are twice the bytes, take 124 us.
+#include <algorithm>
+
 #include "cuda/cluster.h"
+#include "cuda/live.h"
 #include "cuda/logits.h"
 #include "tree/topk.h"
 
@@ -26,7 +36,12 @@ namespace kdtree::cuda {
 
 constexpr int kTopkThreads = 512;
 constexpr int kTopkWarps = kTopkThreads / 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int kTopkLoads = 4;  // more would spill
+#else
 constexpr int kTopkLoads = 5;  // vectors in flight, a thread
+#endif
+constexpr int kTrusted = 8;    // rounds that the floor of the first one serves
 constexpr int kGroups = 128;   // of columns, for the floor
 constexpr int kListed = 1024;  // vectors of which some column may be a candidate
 constexpr int kHandedOver =
@@ -34,6 +49,17 @@ constexpr int kHandedOver =
 constexpr int kRanked = 256;  // few enough candidates to compare each with each
 static_assert(kGroups == kTopkWarps * kMaxCluster && kGroups >= tree::kMaxK);
 static_assert(kHandedOver / kMaxCluster >= tree::kMaxK);
+
+// A shared memory of 100 KB holds one block, others two; of float32 two would be short of
+// registers.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+template <class T>
+constexpr int kTopkBlocks = 1;
+#else
+template <class T>
+constexpr int kTopkBlocks = sizeof(T) == 4 ? 1 : 2;
+#endif
 
 template <class T>
 struct TopkShape {
@@ -94,6 +120,10 @@ struct TopkShared {
   Handed block[kMaxCluster];
   int listed[kListed];  // which vectors
   int num_listed, num_candidates, num_kept;
+  // Where rows are shared out: this one, which of the live ones is next, and how many exchanges of
+  // maxima and rows came before.
+  int row, exchanges, number;
+  Share share;
   float floor[2];
   cluster::Inbox maxima_inbox[2], candidates_inbox;
 };
@@ -178,15 +208,13 @@ __device__ __noinline__ uint64_t keep_largest(uint64_t *keys, int n, int k, Topk
   return bound;
 }
 
-// What this block reads of its cluster's row.
+// What this block reads of its team's row.
 template <class T>
-__device__ __forceinline__ LogitPart<T> part_of_row(const kdtree_draft_topk_params &p) {
-  const int blocks = cluster::size();
-  return {
-      static_cast<const T *>(p.logits) +
-          tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, blockIdx.x / blocks),
-      tree::real_columns(p.vocab, p.vocab_start, p.vocab_size), static_cast<int>(cluster::rank()),
-      blocks};
+__device__ __forceinline__ LogitPart<T> part_of_row(const kdtree_draft_topk_params &p, int row,
+                                                    const cluster::Team &team) {
+  return {static_cast<const T *>(p.logits) +
+              tree::lead_offset(p.lead_ndim, p.lead_dims, p.logits_lead_strides, row),
+          tree::real_columns(p.vocab, p.vocab_start, p.vocab_size), team.rank(), team.size};
 }
 
 // The candidates of a part that has too many at the floor for the list.
@@ -211,11 +239,12 @@ __device__ __noinline__ void collect_again(LogitPart<T> part, float floor, int k
   }
 }
 
-// A group is the columns of 4 threads a block: 128 in a cluster of any size. Sends their maxima to
-// every block. Its number in the low bits makes a group's maximum unique, at the cost of a floor
-// that is 2^-16 lower. Returns the warp's maximum.
-__device__ __forceinline__ float send_maxima(float top, int turn, int block, int blocks,
+// A group is the columns of 4 threads a block: 128 in a team of any size. Sends their maxima to
+// every block of it. Its number in the low bits makes a group's maximum unique, at the cost of a
+// floor that is 2^-16 lower. Returns the warp's maximum.
+__device__ __forceinline__ float send_maxima(float top, int turn, const cluster::Team &team,
                                              TopkShared &s) {
+  const int blocks = team.size, block = team.rank();
   const int lane = threadIdx.x % 32, lanes = 4 * blocks;  // of a group
   int distance = 1;
   for (; distance < lanes; distance *= 2)
@@ -223,7 +252,8 @@ __device__ __forceinline__ float send_maxima(float top, int turn, int block, int
   const int group = (block * kTopkThreads + threadIdx.x) / lanes;
   if (lane % lanes < blocks) {
     const uint32_t key = (tree::value_key(top) & ~uint32_t(kGroups - 1)) | group;
-    s.maxima_inbox[turn].send(key, &s.maxima[turn][group], lane % lanes);
+    s.maxima_inbox[turn].send(key, &s.maxima[turn][group], team.first() + lane % lanes,
+                              team.alone());
   }
   for (; distance < 32; distance *= 2)
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
@@ -231,9 +261,10 @@ __device__ __forceinline__ float send_maxima(float top, int turn, int block, int
 }
 
 // The k-th largest maximum. Four threads a group count the groups above it.
-__device__ __forceinline__ float find_floor(int k, int turn, TopkShared &s) {
+__device__ __forceinline__ float find_floor(int k, int exchange, bool alone, TopkShared &s) {
+  const int turn = exchange & 1;
   const int group = threadIdx.x / 4, quarter = threadIdx.x % 4;
-  s.maxima_inbox[turn].wait(0);
+  s.maxima_inbox[turn].wait(exchange >> 1, alone);
   int above = 0;
   const uint32_t maximum = s.maxima[turn][group];
 #pragma unroll
@@ -243,32 +274,46 @@ __device__ __forceinline__ float find_floor(int k, int turn, TopkShared &s) {
   }
   above += __shfl_xor_sync(0xffffffffu, above, 1);
   above += __shfl_xor_sync(0xffffffffu, above, 2);
-  if (above == k - 1 && quarter == 0)
+  if (above + 1 == k && quarter == 0)
     s.floor[turn] =
         tree::key_value(max(maximum & ~uint32_t(kGroups - 1), tree::value_key(-INFINITY)));
   __syncthreads();
   return s.floor[turn];
 }
 
-template <class T>
-__global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
-    draft_topk_kernel(const __grid_constant__ kdtree_draft_topk_params p) {
-  extern __shared__ __align__(16) unsigned char dynamic[];
-  __shared__ TopkShared s;
+__device__ __forceinline__ bool is_live(const kdtree_draft_topk_params &p, int64_t request) {
+  const int wide = p.root_tokens_dtype == KDTREE_I64;  // its high word has the sign
+  return static_cast<const int32_t *>(p.root_tokens)[(request << wide) + wide] >= 0;
+}
+
+// What rows of padding requests are. Out of line: registers.
+__device__ __noinline__ void write_padding(const kdtree_draft_topk_params &p, int64_t row,
+                                           int rows) {
+  for (int64_t i = threadIdx.x; i < int64_t(rows) * p.k; i += kTopkThreads) {
+    p.logprobs[row * p.k + i] = -INFINITY;
+    p.ids[row * p.k + i] = -1;
+  }
+  for (int i = threadIdx.x; i < rows; i += kTopkThreads) p.lse[row + i] = -INFINITY;
+}
+
+// One row, by all threads of a team: where kMany row s.row and one of several, else the cluster's
+// only one. Exchanges of maxima alternate between two places: who sends to one again has heard from
+// everybody since they read it.
+template <class T, bool kMany>
+__device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int per_request,
+                                        unsigned char *dynamic, TopkShared &s) {
+  const auto team_of = [&] { return kMany ? s.share.team : cluster::Team{cluster::size()}; };
   auto *list = reinterpret_cast<LogitVector<T> *>(dynamic);
   auto *keys = reinterpret_cast<uint64_t *>(list + kListed);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int blocks = cluster::size(), block = cluster::rank();
-  if (thread == 0) {
-    s.num_listed = s.num_candidates = 0;
-    for (auto &inbox : s.maxima_inbox) {
-      inbox.open(1);
-      inbox.announce(sizeof s.maxima[0]);
-    }
-    s.candidates_inbox.open(blocks);
-  }
-  cluster::arrive();
-  const auto part = part_of_row<T>(p);
+  const auto exchange = [&](int i) { return kMany ? s.exchanges + i : i; };
+  const auto announce = [&](int i) {
+    if (thread == 0)
+      s.maxima_inbox[exchange(i) & 1].announce(sizeof s.maxima[0], team_of().alone());
+  };
+  const bool padding =
+      !kMany && p.root_tokens != nullptr && !is_live(p, cluster::id() / per_request);
+  const auto part = part_of_row<T>(p, kMany ? s.row : cluster::id(), team_of());
 
   // A round takes tiles from all over the part, so that the first one is a fair sample.
   const int rounds =
@@ -284,14 +329,20 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
     logits[i].nan_to_minus_infinity();
     most = fmaxf(most, logits[i].max());
   }
-  cluster::wait();
-  ExpSum exp_sum = {send_maxima(most, 0, block, blocks, s), 0};
+  if (!kMany || s.number == 0) cluster::wait();
+  if (padding) {
+    if (cluster::rank() == 0) write_padding(p, cluster::id(), 1);
+    return 0;
+  }
+  announce(0);
+  ExpSum exp_sum = {send_maxima(most, exchange(0) & 1, team_of(), s), 0};
   ExpTerm term(exp_sum.top);
 #pragma unroll
   for (int i = 0; i < kTopkLoads; ++i) exp_sum.add(logits[i], term);
-  float floor = find_floor(p.k, 0, s);
+  float floor = find_floor(p.k, exchange(0), team_of().alone(), s);
   exp_sum.raise(floor);  // from here on, what is above top is above the floor too
   term = ExpTerm(exp_sum.top);
+  int exchanges = 1;
 
   const auto list_vector = [&](const LogitVector<T> &logits, int vector) {
     const int place = atomicAdd(&s.num_listed, 1);
@@ -319,37 +370,42 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
       exp_sum.add(logits[i], term);
       if (round + 1 < rounds) logits[i] = part.load(at + kTopkThreads + i * stride);
     }
+    // The floor of a small sample would list too many of a long part.
+    if (round + 1 == rounds || (rounds > kTrusted && (round & (round + 1)) == 0)) {
+      announce(exchanges);
+      send_maxima(most, exchange(exchanges) & 1, team_of(), s);
+      floor = find_floor(p.k, exchange(exchanges++), team_of().alone(), s);
+      exp_sum.raise(floor);
+      term = ExpTerm(exp_sum.top);
+    }
   }
-
+  if (rounds == 1) __syncthreads();
   exp_sum = warp_total(exp_sum);
   if (lane == 0) s.warp[warp] = exp_sum;
-  if (rounds > 1) {
-    send_maxima(most, 1, block, blocks, s);
-    floor = find_floor(p.k, 1, s);
-  } else {
-    __syncthreads();
-  }
   for (int i = thread; i < min(s.num_listed, kListed); i += kTopkThreads)
     collect<T>(list[i], part.first_column(s.listed[i]), part.until, floor, keys, &s.num_candidates);
   __syncthreads();
   if (s.num_listed > kListed || s.num_candidates > TopkShape<T>::kCapacity)
     collect_again<T>(part, floor, p.k, keys, s);
+  const cluster::Team team = team_of();
+  const int blocks = team.size, block = team.rank();
+  const bool alone = team.alone();
   const int most_handed = kHandedOver / blocks;
   if (s.num_candidates > most_handed) keep_largest(keys, s.num_candidates, p.k, s);
   const int candidates = s.num_candidates;
   const int sent = block > 0 ? candidates : 0;  // block 0 has its own where they are to be
   for (int i = thread; i < sent; i += kTopkThreads)
-    s.candidates_inbox.send(keys[i], &s.handed[block * most_handed + i], 0);
+    s.candidates_inbox.send(keys[i], &s.handed[block * most_handed + i], team.first(), alone);
   if (warp == 0) {
     exp_sum = warp_total(lane < kTopkWarps ? s.warp[lane] : ExpSum{-INFINITY, 0});
     if (lane == 0) {
-      s.candidates_inbox.announce(sent * sizeof(uint64_t) + sizeof(Handed), 0);
-      s.candidates_inbox.send(Handed{exp_sum, candidates}, &s.block[block], 0);
+      s.candidates_inbox.announce_to(team.first(), sent * sizeof(uint64_t) + sizeof(Handed), alone);
+      s.candidates_inbox.send(Handed{exp_sum, candidates}, &s.block[block], team.first(), alone);
     }
   }
-  if (block != 0) return;
-  const int64_t row_number = blockIdx.x / blocks;
-  s.candidates_inbox.wait(0);
+  if (block != 0) return exchanges;
+  const int64_t row = kMany ? s.row : cluster::id();
+  s.candidates_inbox.wait(kMany ? s.number : 0, alone);
 
   // Each warp moves what one of the other blocks handed over, to behind what block 0 has.
   const int from = warp % blocks, handed = lane < blocks ? s.block[lane].candidates : 0;
@@ -359,7 +415,7 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
   for (int i = thread / (32 * blocks) * 32 + lane; from > 0 && i < s.block[from].candidates;
        i += kTopkThreads / blocks)
     keys[offset + i] = s.handed[from * most_handed + i];
-  if (thread == 0) p.lse[row_number] = lse;
+  if (thread == 0) p.lse[row] = lse;
   __syncthreads();
   if (n > kRanked) {
     keep_largest(keys, n, p.k, s);
@@ -382,22 +438,89 @@ __global__ void __launch_bounds__(kTopkThreads, sizeof(T) == 4 ? 1 : 2)
       if (p.normalize) value = tree::log_prob(value, lse);
       id = p.vocab_start + tree::key_column(key);
     }
-    p.logprobs[row_number * p.k + rank] = value;
-    p.ids[row_number * p.k + rank] = id;
+    p.logprobs[row * p.k + rank] = value;
+    p.ids[row * p.k + rank] = id;
+  }
+  return exchanges;
+}
+
+// By one thread, before the block's first row.
+__device__ __forceinline__ void prepare(const cluster::Team &team, TopkShared &s) {
+  s.num_listed = s.num_candidates = 0;
+  for (auto &inbox : s.maxima_inbox) inbox.open(1);
+  s.candidates_inbox.open(team.size);
+}
+
+// per_request: rows. kMany: there are no more blocks than run at once, and teams of them take the
+// rows of the live requests, one after the other.
+template <class T, bool kMany>
+__global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<T>)
+    draft_topk_kernel(const __grid_constant__ kdtree_draft_topk_params p, int per_request) {
+  extern __shared__ __align__(16) unsigned char dynamic[];
+  __shared__ TopkShared s;
+  if constexpr (!kMany) {
+    if (threadIdx.x == 0) prepare({cluster::size()}, s);
+    cluster::arrive();
+    topk_row<T, false>(p, per_request, dynamic, s);
+  } else {
+    const auto live = [&](int64_t request) { return is_live(p, request); };
+    if (threadIdx.x < 32) {
+      const Share share = share_out(p.lead_dims[0], per_request, live);
+      if (threadIdx.x == 0) {
+        s.share = share;
+        s.row = share.request * per_request + share.place % per_request;
+        s.exchanges = s.number = 0;
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) prepare(s.share.team, s);
+    cluster::arrive();
+    if (s.share.place >= s.share.live) cluster::wait();
+    while (s.share.place < s.share.live) {
+      const int exchanges = topk_row<T, true>(p, per_request, dynamic, s);
+      __syncthreads();
+      if (threadIdx.x < 32) {
+        const int place = s.share.place + s.share.team.teams();
+        int request = 0;
+        if (place < s.share.live) request = find_live(p.lead_dims[0], place / per_request, live).it;
+        if (threadIdx.x == 0) {
+          s.num_listed = s.num_candidates = 0;
+          s.exchanges += exchanges;
+          ++s.number;
+          s.share.place = place;
+          s.row = request * per_request + place % per_request;
+        }
+      }
+      __syncthreads();
+    }
+    for_padding(p.lead_dims[0], s.share, live,
+                [&](int64_t b) { write_padding(p, b * per_request, per_request); });
   }
 }
 
 void draft_topk(const kdtree_draft_topk_params &p, Stream stream) {
   const int64_t rows = tree::lead_rows(p.lead_ndim, p.lead_dims);
+  const int per_request = p.lead_ndim > 0 ? static_cast<int>(rows / p.lead_dims[0]) : 1;
   with_logits_type(p.logits_dtype, [&](auto element) {
     using T = decltype(element);
-    const auto kernel = draft_topk_kernel<T>;
+    const int64_t parts = ceil_div(p.vocab, TopkShape<T>::kTile);
     const size_t smem =
         kListed * sizeof(LogitVector<T>) + TopkShape<T>::kCapacity * sizeof(uint64_t);
+    const auto launch_rows = [&](auto kernel, int64_t clusters, int size) {
+      launch_clusters("draft_topk", kernel, clusters, size, kTopkThreads, smem, stream, p,
+                      per_request);
+    };
+    const auto kernel = draft_topk_kernel<T, false>, many = draft_topk_kernel<T, true>;
     allow_smem(kernel, smem);
-    launch_clusters("draft_topk", kernel, rows,
-                    choose_cluster(kernel, rows, ceil_div(p.vocab, TopkShape<T>::kTile), 2),
-                    kTopkThreads, smem, stream, p);
+    const int per_sm = blocks_per_sm(kernel, kTopkThreads, smem);
+    const int size = choose_cluster(kernel, rows, parts, per_sm);
+    // A captured graph's rows may be few live ones, which want 4 blocks each.
+    const int most = choose_cluster(kernel, 1, std::min<int64_t>(parts, 4), per_sm);
+    if (p.root_tokens == nullptr || (size >= most && rows <= int64_t(per_sm) * num_sms()))
+      return launch_rows(kernel, rows, size);
+    allow_smem(many, smem);
+    const int64_t room = clusters_at_once(many, most, kTopkThreads, smem);
+    launch_rows(many, std::min(rows, std::max<int64_t>(1, room)), most);
   });
 }
 

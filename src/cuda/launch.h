@@ -64,6 +64,15 @@ void allow_smem(void (*kernel)(Params...), size_t bytes) {
         "cudaFuncSetAttribute");
 }
 
+// How many blocks of a kernel an SM of the current device runs at once.
+template <class... Params>
+int blocks_per_sm(void (*kernel)(Params...), int block, size_t smem) {
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, block, smem),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }

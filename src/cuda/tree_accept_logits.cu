@@ -21,6 +21,7 @@
 #include <algorithm>
 
 #include "cuda/cluster.h"
+#include "cuda/live.h"
 #include "cuda/logits.h"
 #include "tree/sample.h"
 #include "tree/topk.h"
@@ -45,13 +46,6 @@ __device__ __forceinline__ AcceptPart warp_best(AcceptPart part) {
   return {uint64_t(most) << 32 | column, __any_sync(0xffffffffu, part.finite)};
 }
 
-// Blocks of a cluster that work on one request together: `size` of them, a power of two.
-struct Team {
-  int size;
-  __device__ __forceinline__ int rank() const { return cluster::rank() & (size - 1); }
-  __device__ __forceinline__ int first() const { return cluster::rank() & -size; }  // block
-};
-
 // Where a team finds the best of all its threads. Exchanges alternate between two places.
 struct Exchange {
   AcceptPart warp[2][kAcceptWarps];
@@ -59,7 +53,8 @@ struct Exchange {
   cluster::Inbox inbox[2];
 
   // By all threads, for exchanges 0, 1, 2... in turn: one message a block to each of the team.
-  __device__ __forceinline__ AcceptPart best(AcceptPart mine, const Team &team, int number) {
+  __device__ __forceinline__ AcceptPart best(AcceptPart mine, const cluster::Team &team,
+                                             int number) {
     const int id = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int turn = number & 1, round = number >> 1;
     mine = warp_best(mine);
@@ -81,7 +76,7 @@ struct AcceptShared {
   Exchange exchange;
   // By step: key of a score that some column of this block's part has, see choose_sample.
   uint32_t reached[tree::kMaxQlen];
-  int live, request;
+  Share share;
 };
 
 // Whether there is a finite logit, as far as that is not known yet.
@@ -191,28 +186,10 @@ __device__ __forceinline__ tree::Choice choose_sample(const LogitPart<T> &part, 
   return choice;
 }
 
-// The request that is number `place` among the live ones, and how many those are. By a warp.
-__device__ __forceinline__ int find_live(const kdtree_tree_accept_logits_params &p, int place,
-                                         int &live) {
-  const int lane = threadIdx.x % 32;
-  int found = -1;
-  live = 0;
-#pragma unroll 2
-  for (int64_t first = 0; first < p.batch; first += 32) {
-    const bool is_live = first + lane < p.batch && p.num_nodes[first + lane] > 0;
-    const uint32_t lanes = __ballot_sync(0xffffffffu, is_live);
-    const int number = live + __popc(lanes & ((1u << lane) - 1));
-    const uint32_t it = __ballot_sync(0xffffffffu, is_live && number == place);
-    if (it != 0) found = static_cast<int>(first) + tree::lowest_lane(it);
-    live += __popc(lanes);
-  }
-  return found;
-}
-
 // One request; all threads of its team.
 template <class T>
 __device__ __forceinline__ void accept_request(const kdtree_tree_accept_logits_params &p, int b,
-                                               const Team &team, AcceptShared &s) {
+                                               const cluster::Team &team, AcceptShared &s) {
   tree::BlockGroup<kAcceptThreads> group;
   const int used = tree::clamp_nodes(p.num_nodes[b], p.qlen);
   tree::stage_walk(group, p, b, used, s.walk);
@@ -253,38 +230,29 @@ template <class T>
 __global__ void __launch_bounds__(kAcceptThreads, 2)
     tree_accept_logits_kernel(const __grid_constant__ kdtree_tree_accept_logits_params p) {
   __shared__ AcceptShared s;
-  const int size = cluster::size();
-  const int clusters = gridDim.x / size, number = blockIdx.x / size;
   if (threadIdx.x == 0) {
     for (auto &inbox : s.exchange.inbox) inbox.open(1);
   }
   cluster::arrive();
-  Team team{size};
-  int request = number;
-  if (p.batch > clusters) {
-    // As many blocks for each live request as there are.
-    int live;
+  const auto is_live = [&](int64_t b) { return p.num_nodes[b] > 0; };
+  const bool many = p.batch > cluster::clusters();
+  cluster::Team team{cluster::size()};
+  int request = cluster::id();
+  if (many) {
     if (threadIdx.x < 32) {
-      find_live(p, -1, live);
-      if (threadIdx.x == 0) s.live = live;
+      const Share share = share_out(p.batch, 1, is_live);
+      if (threadIdx.x == 0) s.share = share;
     }
     __syncthreads();
-    live = s.live;
-    while (team.size > 1 && live > clusters * (size / team.size)) team.size /= 2;
-    const int teams = clusters * (size / team.size);
-    const int place = number + clusters * (cluster::rank() / team.size);
-    if (threadIdx.x < 32) {
-      request = find_live(p, place, live);
-      if (threadIdx.x == 0) s.request = request;
-    }
-    tree::BlockGroup<kAcceptThreads> group;
-    for (int64_t b = place; team.rank() == 0 && b < p.batch; b += teams)
-      if (p.num_nodes[b] <= 0) tree::write_accept(group, p, b, 0, s.walk);
-    __syncthreads();
-    request = s.request;
+    team = s.share.team;
+    request = s.share.request;
   }
   cluster::wait();
   if (request >= 0) accept_request<T>(p, request, team, s);
+  tree::BlockGroup<kAcceptThreads> group;
+  if (many)
+    for_padding(p.batch, s.share, is_live,
+                [&](int64_t b) { tree::write_accept(group, p, b, 0, s.walk); });
 }
 
 void tree_accept_logits(const kdtree_tree_accept_logits_params &p, Stream stream) {

@@ -155,7 +155,8 @@ int64_t vocab_size_of(nb::handle value) {
 }
 
 Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb::handle vocab_size,
-                  nb::handle normalize, nb::handle out, nb::handle stream_) {
+                  nb::handle normalize, nb::handle root_tokens, nb::handle out,
+                  nb::handle stream_) {
   Array logits({"logits"}, logits_, stream_);
   void *stream = stream_of(stream_, logits);
   logits.dtypes({KDTREE_BF16, KDTREE_F16, KDTREE_F32}).same_device(logits);
@@ -174,6 +175,14 @@ Fields draft_topk(nb::handle logits_, nb::handle k_, nb::handle vocab_start, nb:
   p.vocab_start = as_int("vocab_start", vocab_start);
   p.vocab_size = vocab_size_of(vocab_size);
   p.normalize = as_bool("normalize", normalize);
+  std::vector<Array> roots;  // keeps the view alive
+  if (!root_tokens.is_none()) {
+    if (lead == 0) logits.rank(2, "[B, ..., V] with root_tokens");
+    roots.push_back(vector_of("root_tokens", root_tokens, logits, stream, logits.shape[0], "[B]",
+                              {KDTREE_I32, KDTREE_I64}));
+    p.root_tokens = roots[0].data;
+    p.root_tokens_dtype = roots[0].dtype;
+  }
 
   const Shape rows = shape_of(logits, 0, lead);
   Shape rows_k = rows;
@@ -832,7 +841,7 @@ NB_MODULE(_core, m) {
   });
   m.doc() = "The compiled part of kdtree; kdtree's own functions are the public API.";
   m.def("draft_topk", &draft_topk, arg("logits"), arg("k"), arg("vocab_start"), arg("vocab_size"),
-        arg("normalize"), arg("out"), arg("stream"));
+        arg("normalize"), arg("root_tokens"), arg("out"), arg("stream"));
   m.def("merge_topk", &merge_topk, arg("values"), arg("ids"), arg("lse"), arg("out"),
         arg("stream"));
   m.def("build_ddtree", &build_ddtree, arg("logprobs"), arg("ids"), arg("root_tokens"),

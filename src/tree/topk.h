@@ -22,16 +22,23 @@ KDTREE_HD int64_t lead_rows(int ndim, const int64_t *dims) {
 }
 
 // Where row `row` of [lead...] starts, in elements.
-KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *strides, int64_t row) {
+template <class Row>
+KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *strides, Row row) {
   int64_t offset = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
   for (int d = ndim - 1; d > 0; --d) {
-    offset += row % dims[d] * strides[d];
-    row /= dims[d];
+    offset += row % static_cast<Row>(dims[d]) * strides[d];
+    row /= static_cast<Row>(dims[d]);
   }
   return ndim > 0 ? offset + row * strides[0] : 0;
+}
+
+// Whether row `row` belongs to a request that is padding.
+KDTREE_HD bool is_padding_row(const kdtree_draft_topk_params &p, int64_t rows, int64_t row) {
+  return p.root_tokens != nullptr &&
+         load_id(p.root_tokens, p.root_tokens_dtype, row / (rows / p.lead_dims[0])) < 0;
 }
 
 // Never NaN: an infinite logit has log-prob 0, and in a row of -inf everything has -inf.

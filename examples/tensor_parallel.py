@@ -140,7 +140,7 @@ class Group:
 def run_round(r: Round, x: Inputs) -> None:
     r.draft(x.draft_logits, x.roots, x.prefix_lens)
     r.verify(x.q, x.cache[0], x.table, x.prefix_lens)
-    r.accept(x.target_logits)
+    r.accept(x.target_logits, root_tokens=x.roots)
     r.commit(x.cache, x.table, x.prefix_lens)
 
 

@@ -97,8 +97,8 @@ typedef enum kdtree_mask_layout {
  * vocab_size are padding and never chosen; fewer than k real columns: the rest is -inf with id
  * -1. lse = log-sum-exp of the real columns (-inf when all are -inf). normalize: logprobs =
  * logit - lse; otherwise the logits as they are, for merge_topk. With root_tokens, one for each of
- * lead_dims[0] requests, the rows of those that are negative are padding: whatever they hold, they
- * come out as rows of -inf, with ids of -1. */
+ * lead_dims[0] requests (lead_ndim >= 1), the rows of those that are negative are padding: whatever
+ * they hold, they come out as logprobs -inf, ids -1 and lse -inf. */
 typedef struct kdtree_draft_topk_params {
   int64_t struct_size;
   int32_t device_type, device_id;

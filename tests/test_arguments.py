@@ -450,6 +450,8 @@ def test_numpy_oddities(backend, op, name):
         odd[...] = x
         if (op, name) != ("tree_links", "draft_tokens"):  # carried over, not read
             call.refused(short(name), to={name: odd})  # not aligned to its own size
+            with pytest.raises(ValueError, match="in multiples of"):
+                invoke(call.op, call.arguments | call.outputs | {name: odd})
     read_only = x.copy()
     read_only.flags.writeable = False
     if name in call.op.in_place:

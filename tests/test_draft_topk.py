@@ -56,14 +56,17 @@ def test_equal_logits_take_the_smallest_ids(backend, rng):
 
 
 def test_nan_and_infinities(backend, rng):
-    logits = rng.standard_normal((6, 500)).astype(np.float32)
+    logits = rng.standard_normal((7, 500)).astype(np.float32)
     logits[0, rng.random(500) < 0.9] = np.nan
     logits[1] = np.nan
     logits[2] = -np.inf
     logits[3, 3:] = -np.inf
     logits[4, ::2] = -np.nan
     logits[5, :] = np.where(np.arange(500) == 77, 0, -np.inf)
+    logits[6, 99] = np.inf
     got = check(backend, logits, 8)
+    assert got.lse[6] == np.inf
+    assert got.logprobs[6].tolist() == [0] + 7 * [-np.inf]
     assert np.isneginf(got.lse[1:3]).all()
     assert np.isneginf(got.logprobs[1:3]).all()
     assert got.logprobs[5, 0] == 0
@@ -126,6 +129,17 @@ def test_live_requests_of_a_captured_graph(device, rng, kind, live):
     logits = logits.astype(dtype)
     roots = some_live(rng, logits, live)
     check(device, logits, 64, normalize=kind != "rising", root_tokens=roots)
+
+
+@pytest.mark.parametrize("rows", [3, 60, 180])  # a block of the GPU takes a long row, or several do
+@pytest.mark.parametrize("kind", ["normal", "rising"])
+def test_long_rows(device, rng, kind, rows):
+    logits = 3 * rng.standard_normal((rows, 90_001)).astype(np.float32)
+    if kind == "rising":  # overflows the list whatever floor is found on the way
+        logits.sort(axis=-1)
+    check(device, logits, 64)
+    roots = some_live(rng, logits, rows - 2)
+    check(device, logits, 64, root_tokens=roots)
 
 
 @pytest.mark.parametrize("vocab", [600, 5_000])  # a block a row or several

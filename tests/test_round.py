@@ -623,7 +623,7 @@ def test_round_of_shards(round_backend, rng, ranks, batch):
             roots, prefix_lens = backend.put((s.roots[:batch], s.prefix_lens[:batch]))
             for _ in range(2):
                 r.draft(columns(s.draft_logits, rank), roots, prefix_lens)
-                r.accept(columns(s.target_logits, rank))
+                r.accept(columns(s.target_logits, rank), root_tokens=roots)
             return backend.get((r.top, r.tree, r.accepted))
         except BaseException:
             barrier.abort()

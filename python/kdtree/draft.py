@@ -41,7 +41,7 @@ def draft_topk(
 
     Returns:
         DraftTopK. With fewer than k real columns the rest is -inf with id -1. A row of -inf has
-        lse -inf. A padding row has lse -inf and ids of -1.
+        lse -inf. A padding row has log-probs and lse -inf, and ids of -1.
 
     Raises:
         ValueError, TypeError: naming the argument, before anything is launched.

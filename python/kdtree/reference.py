@@ -84,8 +84,10 @@ def _topk_record(values: Array, ids: Array, lse: Array, k: int, normalize: bool)
     values = np.pad(values, missing, constant_values=-np.inf)
     ids = np.pad(ids, missing, constant_values=-1)
     if normalize:
-        dead = np.isneginf(values)
-        values = np.where(dead, -np.inf, values - np.where(np.isneginf(lse), 0, lse)[..., None])
+        sure, dead = np.isposinf(values), np.isneginf(values)  # 0, -inf
+        with np.errstate(invalid="ignore"):
+            values = values - np.where(np.isneginf(lse), 0, lse)[..., None]
+        values = np.where(sure, 0, np.where(dead, -np.inf, values))
     return DraftTopK(
         logprobs=values.astype(np.float32), ids=ids, lse=np.asarray(lse, dtype=np.float32)
     )
@@ -99,8 +101,8 @@ def _logsumexp(x: Array) -> Array:
     if x.shape[-1] == 0:
         return np.full(x.shape[:-1], -np.inf)
     top = x.max(axis=-1, keepdims=True)
-    top = np.where(np.isneginf(top), 0, top)
-    with np.errstate(divide="ignore"):
+    top = np.where(np.isinf(top), 0, top)
+    with np.errstate(divide="ignore", over="ignore"):
         total: Array = np.exp(x - top).sum(axis=-1)
         return np.asarray(np.log(total) + top[..., 0])
 

@@ -232,6 +232,7 @@ class Round:
         *,
         temperature: float | Array | None = None,
         seeds: Array | None = None,
+        root_tokens: Array | None = None,
     ) -> Accept:
         """The walk along the target's tokens: `tree_accept_logits` or `tree_accept`.
 
@@ -241,6 +242,8 @@ class Round:
                 gives its first token, not -1); to sample, gather the logits and call
                 `tree_accept_logits`.
             temperature, seeds: as for `tree_accept_logits`.
+            root_tokens: those given to `draft`. With an all_gather, whose ranks read all slots of a
+                tree, they spare them those of padding requests; else the tree tells.
         """
         shape = _lead("target", target, "[B, Q] or [B, Q, V]", self.batch, self.budget + 1)
         exchange = self.accept_exchange if len(shape) > 2 else None
@@ -260,7 +263,7 @@ class Round:
                     f"greedy, got {_type_name(value)}"
                 )
         if exchange is not None:
-            self._gather_topk(target, exchange, self.predicted)
+            self._gather_topk(target, exchange, self.predicted, root_tokens)
             target = self.predicted.ids[..., 0]
         return tree_accept(self.tree, target, out=self.accepted)
 
@@ -276,7 +279,7 @@ class Round:
         commit_kv(kv_caches, block_table, prefix_lens, self.accepted, cache_loc=cache_loc)
 
     def _gather_topk(
-        self, logits: Array, exchange: Exchange, out: Any, root_tokens: Array | None = None
+        self, logits: Array, exchange: Exchange, out: Any, root_tokens: Array | None
     ) -> None:
         """The top-k of the whole vocabulary, from this rank's columns of it."""
         draft_topk(

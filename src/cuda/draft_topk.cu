@@ -14,8 +14,9 @@
 // of the keys, which takes the same steps whatever the keys are.
 //
 // With root_tokens a row may be padding. Where the GPU has 4 blocks for each row anyway, those of a
-// padding row end at once. Where it has not, there are no more blocks than run at the same time, in
-// clusters of 4; they count the live rows, and 4, 2 or 1 of them take one after the other.
+// padding row soon end. Where it has not, there are no more blocks than run at the same time, in
+// clusters of 4; they count the live rows, and 4 or 2 of them take one row where that serves all,
+// else each block takes several, one after the other.
 //
 // Keys hold value and column (tree/order.h), so they are distinct and every selection is exact.
 //
@@ -41,9 +42,10 @@ constexpr int kTopkLoads = 4;  // more would spill
 #else
 constexpr int kTopkLoads = 5;  // vectors in flight, a thread
 #endif
-constexpr int kTrusted = 8;    // rounds that the floor of the first one serves
-constexpr int kGroups = 128;   // of columns, for the floor
-constexpr int kListed = 1024;  // vectors of which some column may be a candidate
+constexpr int kTrusted = 8;        // rounds that the floor of the first one serves
+constexpr int kGroups = 128;       // of columns, for the floor
+constexpr int kListed = 1024;      // vectors of which some column may be a candidate
+constexpr int kMostShared = 4096;  // requests whose live rows are shared out
 constexpr int kHandedOver =
     1024;                     // candidates that the blocks of a cluster give to block 0 at most
 constexpr int kRanked = 256;  // few enough candidates to compare each with each
@@ -120,9 +122,7 @@ struct TopkShared {
   Handed block[kMaxCluster];
   int listed[kListed];  // which vectors
   int num_listed, num_candidates, num_kept;
-  // Where rows are shared out: this one, which of the live ones is next, and how many exchanges of
-  // maxima and rows came before.
-  int row, exchanges, number;
+  int row;  // where rows are shared out
   Share share;
   float floor[2];
   cluster::Inbox maxima_inbox[2], candidates_inbox;
@@ -237,6 +237,7 @@ __device__ __noinline__ void collect_again(LogitPart<T> part, float floor, int k
       floor = tree::key_value(static_cast<uint32_t>(bound >> 32) + 1);
     }
   }
+  __syncthreads();
 }
 
 // A group is the columns of 4 threads a block: 128 in a team of any size. Sends their maxima to
@@ -281,11 +282,6 @@ __device__ __forceinline__ float find_floor(int k, int exchange, bool alone, Top
   return s.floor[turn];
 }
 
-__device__ __forceinline__ bool is_live(const kdtree_draft_topk_params &p, int64_t request) {
-  const int wide = p.root_tokens_dtype == KDTREE_I64;  // its high word has the sign
-  return static_cast<const int32_t *>(p.root_tokens)[(request << wide) + wide] >= 0;
-}
-
 // What rows of padding requests are. Out of line: registers.
 __device__ __noinline__ void write_padding(const kdtree_draft_topk_params &p, int64_t row,
                                            int rows) {
@@ -296,23 +292,21 @@ __device__ __noinline__ void write_padding(const kdtree_draft_topk_params &p, in
   for (int i = threadIdx.x; i < rows; i += kTopkThreads) p.lse[row + i] = -INFINITY;
 }
 
-// One row, by all threads of a team: where kMany row s.row and one of several, else the cluster's
-// only one. Exchanges of maxima alternate between two places: who sends to one again has heard from
-// everybody since they read it.
+// One row, by all threads of a team: where kMany s.row, else the cluster's. Only a block alone
+// takes more than one. Exchanges of maxima alternate between two places: who sends to one again has
+// heard from everybody since they read it.
 template <class T, bool kMany>
-__device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int per_request,
-                                        unsigned char *dynamic, TopkShared &s) {
+__device__ __forceinline__ void topk_row(const kdtree_draft_topk_params &p, int per_request,
+                                         bool first, unsigned char *dynamic, TopkShared &s) {
   const auto team_of = [&] { return kMany ? s.share.team : cluster::Team{cluster::size()}; };
   auto *list = reinterpret_cast<LogitVector<T> *>(dynamic);
   auto *keys = reinterpret_cast<uint64_t *>(list + kListed);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const auto exchange = [&](int i) { return kMany ? s.exchanges + i : i; };
-  const auto announce = [&](int i) {
-    if (thread == 0)
-      s.maxima_inbox[exchange(i) & 1].announce(sizeof s.maxima[0], team_of().alone());
+  const auto announce = [&](int exchange) {
+    if (thread == 0) s.maxima_inbox[exchange & 1].announce(sizeof s.maxima[0], team_of().alone());
   };
   const bool padding =
-      !kMany && p.root_tokens != nullptr && !is_live(p, cluster::id() / per_request);
+      !kMany && p.root_tokens != nullptr && !tree::is_live(p, cluster::id() / per_request);
   const auto part = part_of_row<T>(p, kMany ? s.row : cluster::id(), team_of());
 
   // A round takes tiles from all over the part, so that the first one is a fair sample.
@@ -329,17 +323,17 @@ __device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int p
     logits[i].nan_to_minus_infinity();
     most = fmaxf(most, logits[i].max());
   }
-  if (!kMany || s.number == 0) cluster::wait();
+  if (first) cluster::wait();
   if (padding) {
     if (cluster::rank() == 0) write_padding(p, cluster::id(), 1);
-    return 0;
+    return;
   }
   announce(0);
-  ExpSum exp_sum = {send_maxima(most, exchange(0) & 1, team_of(), s), 0};
+  ExpSum exp_sum = {send_maxima(most, 0, team_of(), s), 0};
   ExpTerm term(exp_sum.top);
 #pragma unroll
   for (int i = 0; i < kTopkLoads; ++i) exp_sum.add(logits[i], term);
-  float floor = find_floor(p.k, exchange(0), team_of().alone(), s);
+  float floor = find_floor(p.k, 0, team_of().alone(), s);
   exp_sum.raise(floor);  // from here on, what is above top is above the floor too
   term = ExpTerm(exp_sum.top);
   int exchanges = 1;
@@ -373,8 +367,8 @@ __device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int p
     // The floor of a small sample would list too many of a long part.
     if (round + 1 == rounds || (rounds > kTrusted && (round & (round + 1)) == 0)) {
       announce(exchanges);
-      send_maxima(most, exchange(exchanges) & 1, team_of(), s);
-      floor = find_floor(p.k, exchange(exchanges++), team_of().alone(), s);
+      send_maxima(most, exchanges & 1, team_of(), s);
+      floor = find_floor(p.k, exchanges++, team_of().alone(), s);
       exp_sum.raise(floor);
       term = ExpTerm(exp_sum.top);
     }
@@ -403,9 +397,9 @@ __device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int p
       s.candidates_inbox.send(Handed{exp_sum, candidates}, &s.block[block], team.first(), alone);
     }
   }
-  if (block != 0) return exchanges;
+  if (block != 0) return;
   const int64_t row = kMany ? s.row : cluster::id();
-  s.candidates_inbox.wait(kMany ? s.number : 0, alone);
+  s.candidates_inbox.wait(0, alone);
 
   // Each warp moves what one of the other blocks handed over, to behind what block 0 has.
   const int from = warp % blocks, handed = lane < blocks ? s.block[lane].candidates : 0;
@@ -441,7 +435,6 @@ __device__ __forceinline__ int topk_row(const kdtree_draft_topk_params &p, int p
     p.logprobs[row * p.k + rank] = value;
     p.ids[row * p.k + rank] = id;
   }
-  return exchanges;
 }
 
 // By one thread, before the block's first row.
@@ -451,8 +444,8 @@ __device__ __forceinline__ void prepare(const cluster::Team &team, TopkShared &s
   s.candidates_inbox.open(team.size);
 }
 
-// per_request: rows. kMany: there are no more blocks than run at once, and teams of them take the
-// rows of the live requests, one after the other.
+// per_request: rows. kMany: there are no more blocks than run at once, and the rows of the live
+// requests are shared out to them.
 template <class T, bool kMany>
 __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<T>)
     draft_topk_kernel(const __grid_constant__ kdtree_draft_topk_params p, int per_request) {
@@ -461,32 +454,29 @@ __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<T>)
   if constexpr (!kMany) {
     if (threadIdx.x == 0) prepare({cluster::size()}, s);
     cluster::arrive();
-    topk_row<T, false>(p, per_request, dynamic, s);
+    topk_row<T, false>(p, per_request, true, dynamic, s);
   } else {
-    const auto live = [&](int64_t request) { return is_live(p, request); };
+    const auto live = [&](int64_t request) { return tree::is_live(p, request); };
     if (threadIdx.x < 32) {
       const Share share = share_out(p.lead_dims[0], per_request, live);
       if (threadIdx.x == 0) {
         s.share = share;
         s.row = share.request * per_request + share.place % per_request;
-        s.exchanges = s.number = 0;
       }
     }
     __syncthreads();
     if (threadIdx.x == 0) prepare(s.share.team, s);
     cluster::arrive();
     if (s.share.place >= s.share.live) cluster::wait();
-    while (s.share.place < s.share.live) {
-      const int exchanges = topk_row<T, true>(p, per_request, dynamic, s);
+    for (bool first = true; s.share.place < s.share.live; first = false) {
+      topk_row<T, true>(p, per_request, first, dynamic, s);
       __syncthreads();
       if (threadIdx.x < 32) {
-        const int place = s.share.place + s.share.team.teams();
+        const uint32_t place = s.share.place + s.share.team.teams();
         int request = 0;
         if (place < s.share.live) request = find_live(p.lead_dims[0], place / per_request, live).it;
         if (threadIdx.x == 0) {
           s.num_listed = s.num_candidates = 0;
-          s.exchanges += exchanges;
-          ++s.number;
           s.share.place = place;
           s.row = request * per_request + place % per_request;
         }
@@ -514,9 +504,11 @@ void draft_topk(const kdtree_draft_topk_params &p, Stream stream) {
     allow_smem(kernel, smem);
     const int per_sm = blocks_per_sm(kernel, kTopkThreads, smem);
     const int size = choose_cluster(kernel, rows, parts, per_sm);
-    // A captured graph's rows may be few live ones, which want 4 blocks each.
+    if (p.root_tokens == nullptr) return launch_rows(kernel, rows, size);
+    // Few of the rows may be live, and want 4 blocks each. A block looks for each of its rows among
+    // all requests, which are not to be too many.
     const int most = choose_cluster(kernel, 1, std::min<int64_t>(parts, 4), per_sm);
-    if (p.root_tokens == nullptr || (size >= most && rows <= int64_t(per_sm) * num_sms()))
+    if ((size >= most && rows <= int64_t(per_sm) * num_sms()) || p.lead_dims[0] > kMostShared)
       return launch_rows(kernel, rows, size);
     allow_smem(many, smem);
     const int64_t room = clusters_at_once(many, most, kTopkThreads, smem);

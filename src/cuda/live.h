@@ -41,16 +41,16 @@ __device__ __forceinline__ Live find_live(uint32_t batch, int place, const IsLiv
 // What a team of blocks works on, of the `each` things that every request has.
 struct Share {
   cluster::Team team;
-  int live;     // things, of all live requests
-  int place;    // of this team's among them: none where that is `live` or more
-  int request;  // whose it is
+  uint32_t live;   // things, of all live requests
+  uint32_t place;  // of this team's among them: none where that is `live` or more
+  int request;     // whose it is
 };
 
 // The largest teams of which there is one for each thing, or teams of one block, and their first
 // things. By a warp.
 template <class IsLive>
 __device__ __forceinline__ Share share_out(uint32_t batch, int each, const IsLive &is_live) {
-  Share share{{cluster::size()}, 0, cluster::id(), 0};
+  Share share{{cluster::size()}, 0, static_cast<uint32_t>(cluster::id()), 0};
   Live found = find_live(batch, share.place / each, is_live);
   share.live = found.all * each;
   while (share.team.size > 1 && share.live > share.team.teams()) share.team.size /= 2;
@@ -66,10 +66,13 @@ __device__ __forceinline__ Share share_out(uint32_t batch, int each, const IsLiv
 template <class IsLive, class Body>
 __device__ __forceinline__ void for_padding(uint32_t batch, const Share &share,
                                             const IsLive &is_live, Body &&body) {
-  const int idle = share.team.teams() - share.live, number = share.team.number();
-  if (idle > 0 && number < share.live) return;
-  const int blocks = idle > 0 ? idle * share.team.size : gridDim.x;
-  uint32_t b = idle > 0 ? (number - share.live) * share.team.size + share.team.rank() : blockIdx.x;
+  const uint32_t teams = share.team.teams(), number = share.team.number();
+  uint32_t b = blockIdx.x, blocks = gridDim.x;
+  if (teams > share.live) {
+    if (number < share.live) return;
+    b = (number - share.live) * share.team.size + share.team.rank();
+    blocks = (teams - share.live) * share.team.size;
+  }
   for (; b < batch; b += blocks)
     if (!is_live(b)) body(b);
 }

@@ -141,8 +141,10 @@ nb::object call_method(nb::handle value, const char *name) {
   return nb::steal(method.is_valid() ? PyObject_CallNoArgs(method.ptr()) : nullptr);
 }
 
-// The buffer protocol's format of one native number.
+// The buffer protocol's format of one native number. NumPy marks one that is not aligned by `=`,
+// and the library refuses its address.
 int32_t dtype_of_format(const char *format) {
+  if (format != nullptr && format[0] == '=' && format[1] != 'l') ++format;  // 4 bytes there
   const char code = format == nullptr || format[0] == '\0' || format[1] != '\0' ? 0 : format[0];
   switch (code) {
     case 'i': return KDTREE_I32;

@@ -1,5 +1,5 @@
-// Rules of draft_topk that both houses share: which columns are real, where a row lies, what a
-// log-prob is. The order itself is in tree/order.h.
+// Rules of draft_topk that both houses share: which columns are real, where a row lies, which are
+// live, what a log-prob is. The order itself is in tree/order.h.
 #pragma once
 
 #include <math.h>
@@ -35,10 +35,9 @@ KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *stri
   return ndim > 0 ? offset + row * strides[0] : 0;
 }
 
-// Whether row `row` belongs to a request that is padding.
-KDTREE_HD bool is_padding_row(const kdtree_draft_topk_params &p, int64_t rows, int64_t row) {
-  return p.root_tokens != nullptr &&
-         load_id(p.root_tokens, p.root_tokens_dtype, row / (rows / p.lead_dims[0])) < 0;
+// Whether a request is no padding, by its root token.
+KDTREE_HD bool is_live(const kdtree_draft_topk_params &p, int64_t request) {
+  return load_id(p.root_tokens, p.root_tokens_dtype, request) >= 0;
 }
 
 // Never NaN: an infinite logit has log-prob 0, and in a row of -inf everything has -inf.

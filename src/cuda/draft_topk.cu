@@ -475,6 +475,7 @@ __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<T>)
         const uint32_t place = s.share.place + s.share.team.teams();
         int request = 0;
         if (place < s.share.live) request = find_live(p.lead_dims[0], place / per_request, live).it;
+        __syncwarp();
         if (threadIdx.x == 0) {
           s.num_listed = s.num_candidates = 0;
           s.share.place = place;

@@ -116,9 +116,8 @@ def test_padding_requests(backend, rng, lead, roots):
             assert np.isneginf(got.lse[given < 0]).all()
 
 
-@pytest.mark.parametrize(
-    "live", [0, 1, 4, 8, 17, 40, 64]
-)  # 4, 2 or 1 blocks a row, and several rows
+# On a GPU 4, 2 or 1 blocks a row, and several rows a block.
+@pytest.mark.parametrize("live", [0, 1, 4, 8, 17, 40, 64])
 @pytest.mark.parametrize("kind", ["normal", "ties", "rising"])
 def test_live_requests_of_a_captured_graph(device, rng, kind, live):
     dtype, vocab = (F16, 163_840) if FULL else (F32, 9_001)  # odd: rows start anywhere
@@ -149,6 +148,12 @@ def test_more_requests_than_are_looked_at_at_once(device, rng, vocab):
         given = logits.copy()
         roots = some_live(rng, given, live, np.int32)
         check(device, given, 5, root_tokens=roots)
+
+
+def test_very_many_requests(device, rng):
+    logits = rng.standard_normal((5000, 1, 300)).astype(np.float32)
+    roots = some_live(rng, logits, 70)
+    check(device, logits, 5, root_tokens=roots)
 
 
 def test_padding_requests_of_strided_logits(device, rng):

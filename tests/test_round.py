@@ -605,6 +605,8 @@ def test_round_of_shards(round_backend, rng, ranks, batch):
         return backend.array(part)
 
     def run(rank: int) -> Any:
+        passes: list[Any] = []
+
         def all_gather(received: Any, piece: Any) -> None:
             sent[rank] = piece
             barrier.wait()
@@ -621,10 +623,12 @@ def test_round_of_shards(round_backend, rng, ranks, batch):
                 all_gather=all_gather,
             ).rows(batch)
             roots, prefix_lens = backend.put((s.roots[:batch], s.prefix_lens[:batch]))
-            for _ in range(2):
+            for given in (roots, None):  # which changes no token
                 r.draft(columns(s.draft_logits, rank), roots, prefix_lens)
-                r.accept(columns(s.target_logits, rank), root_tokens=roots)
-            return backend.get((r.top, r.tree, r.accepted))
+                r.accept(columns(s.target_logits, rank), root_tokens=given)
+                passes.append(backend.get((r.top, r.tree, r.accepted)))
+            assert_same(passes[1], passes[0])
+            return passes[1]
         except BaseException:
             barrier.abort()
             raise

@@ -22,7 +22,8 @@ def commit_kv(
     """In every layer, move the row of slot accept_index[b,i] to position prefix_lens[b] + i.
 
     For i in 0..accept_token_num[b], in place, all layers in one launch; all rows are read before
-    any is written. Rows outside the cache are left alone.
+    any is written. Rows outside the cache are left alone, and a slot of -1, all that a padding
+    request has, moves nothing.
 
     Args:
         kv_caches: a list of [pages, page_size, D] (or [pages, page_size, 1, D]), one a layer, of

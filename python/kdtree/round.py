@@ -31,8 +31,8 @@ class Round:
     A step is the ops beside it, called on the caller's current stream with the fields below as
     `out=`, and nothing more. It allocates nothing and reads nothing back, so that a CUDA graph
     captures a round as it stands. Any op may be called by hand in its place, with the same
-    fields: ``kdtree.draft_topk(logits, r.k, out=r.top)``. A tree built elsewhere is assigned to
-    `tree`.
+    fields, as ``kdtree.draft_topk(logits, r.k, root_tokens=roots, out=r.top)``. A tree built
+    elsewhere is assigned to `tree`.
 
     Tensor parallel: where each of `shards` ranks has a slice of the vocabulary and some of the
     heads, give every rank a Round with its `vocab_start` and an `all_gather`. `draft` and `accept`
@@ -169,7 +169,8 @@ class Round:
 
         Args:
             logits: [B,L,V], or [B,L,columns of this rank].
-            root_tokens, prefix_lens: as for `build_ddtree`.
+            root_tokens, prefix_lens: as for `build_ddtree`. What the logits of a padding request
+                are does not matter.
         """
         _lead("logits", logits, "[B, L, V]", self.batch, self.depth)
         if self.draft_exchange:
@@ -242,8 +243,9 @@ class Round:
                 gives its first token, not -1); to sample, gather the logits and call
                 `tree_accept_logits`.
             temperature, seeds: as for `tree_accept_logits`.
-            root_tokens: those given to `draft`. With an all_gather, whose ranks read all slots of a
-                tree, they spare them those of padding requests; else the tree tells.
+            root_tokens: those given to `draft`. Read with an all_gather and logits only: each rank
+                then leaves out the slots of padding requests, which saves time and changes no
+                token. Else the tree tells.
         """
         shape = _lead("target", target, "[B, Q] or [B, Q, V]", self.batch, self.budget + 1)
         exchange = self.accept_exchange if len(shape) > 2 else None

@@ -200,7 +200,7 @@ int choose_cluster(void (*kernel)(Params...), int64_t rows, int64_t parts, int p
   return size;
 }
 
-// A launch of clusters of `size` blocks.
+// A launch of clusters of `size` blocks. It stays where it is: config points to attribute.
 struct ClusterLaunch {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
@@ -230,13 +230,14 @@ int clusters_at_once(void (*kernel)(Params...), int size, int block, size_t smem
   return clusters;
 }
 
-// One cluster of `size` blocks a row.
+// `clusters` clusters of `size` blocks.
 template <class... Params, class... Args>
-void launch_clusters(const char *what, void (*kernel)(Params...), int64_t rows, int size, int block,
-                     size_t smem, Stream stream, Args &&...args) {
+void launch_clusters(const char *what, void (*kernel)(Params...), int64_t clusters, int size,
+                     int block, size_t smem, Stream stream, Args &&...args) {
   if (size == 1)
-    return launch(what, kernel, dim3(rows), dim3(block), smem, stream, std::forward<Args>(args)...);
-  const ClusterLaunch launch(rows, size, block, smem, stream);
+    return launch(what, kernel, dim3(clusters), dim3(block), smem, stream,
+                  std::forward<Args>(args)...);
+  const ClusterLaunch launch(clusters, size, block, smem, stream);
   check(cudaLaunchKernelEx(&launch.config, kernel, std::forward<Args>(args)...), what);
 }
 

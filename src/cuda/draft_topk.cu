@@ -46,8 +46,8 @@ constexpr int kTrusted = 8;        // rounds that the floor of the first one ser
 constexpr int kGroups = 128;       // of columns, for the floor
 constexpr int kListed = 1024;      // vectors of which some column may be a candidate
 constexpr int kMostShared = 4096;  // requests whose live rows are shared out
-constexpr int kHandedOver =
-    1024;                     // candidates that the blocks of a cluster give to block 0 at most
+// Candidates that the blocks of a cluster give to block 0 at most.
+constexpr int kHandedOver = 1024;
 constexpr int kRanked = 256;  // few enough candidates to compare each with each
 static_assert(kGroups == kTopkWarps * kMaxCluster && kGroups >= tree::kMaxK);
 static_assert(kHandedOver / kMaxCluster >= tree::kMaxK);

@@ -29,7 +29,7 @@ static bool check_draft_topk(const kdtree_draft_topk_params &p, Device) {
        extent("ids", p.ids, 8, {{rows * p.k, 1}}), extent("lse", p.lse, 4, {{rows, 1}})},
       {extent("logits", p.logits, size,
               {lead[0], lead[1], lead[2], lead[3], lead[4], lead[5], {p.vocab, 1}}),
-       extent("root_tokens", p.root_tokens, padded ? dtype_size(p.root_tokens_dtype) : 0,
+       extent("root_tokens", p.root_tokens, dtype_size(p.root_tokens_dtype),
               {{padded ? p.lead_dims[0] : 0, 1}})});
   return true;
 }

@@ -126,7 +126,8 @@ void draft_topk(const kdtree_draft_topk_params &p) {
   parallel_for(
       rows * chunks, std::max<int64_t>(1, kChunk / (columns + 1)), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          if (p.root_tokens != nullptr && !tree::is_live(p, i / (rows / p.lead_dims[0] * chunks)))
+          if (p.root_tokens != nullptr &&
+              !tree::is_live_request(p, i / (rows / p.lead_dims[0] * chunks)))
             continue;
           const int64_t first = i % chunks * kChunk;
           with_logits(

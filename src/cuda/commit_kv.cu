@@ -25,12 +25,7 @@ namespace kdtree::cuda {
 constexpr int kCommitThreads = 256;
 constexpr int kCommitRows = 8;  // of a column that fit in a thread's registers
 // Of more rows than that, in flight a block: so that 5 blocks share a multiprocessor.
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kCommitBytes = 16384;  // of 100 KB
-#else
-constexpr int kCommitBytes = 32768;
-#endif
+constexpr int kCommitBytes = kSmallShared ? 16384 : 32768;
 constexpr int kMaxLayers = 448;    // of one launch
 constexpr int kMaxBlocks = 65535;  // of one request
 

@@ -37,10 +37,11 @@ namespace kdtree::cuda {
 
 constexpr int kTopkThreads = 512;
 constexpr int kTopkWarps = kTopkThreads / 32;
+// Vectors in flight, a thread. Five would spill where there are four.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int kTopkLoads = 4;  // more would spill
+constexpr int kTopkLoads = 4;
 #else
-constexpr int kTopkLoads = 5;  // vectors in flight, a thread
+constexpr int kTopkLoads = 5;
 #endif
 constexpr int kTrusted = 8;        // rounds that the floor of the first one serves
 constexpr int kGroups = 128;       // of columns, for the floor
@@ -52,16 +53,9 @@ constexpr int kRanked = 256;  // few enough candidates to compare each with each
 static_assert(kGroups == kTopkWarps * kMaxCluster && kGroups >= tree::kMaxK);
 static_assert(kHandedOver / kMaxCluster >= tree::kMaxK);
 
-// A shared memory of 100 KB holds one block, others two; of float32 two would be short of
-// registers.
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+// An SM's; of float32 two would be short of registers.
 template <class T>
-constexpr int kTopkBlocks = 1;
-#else
-template <class T>
-constexpr int kTopkBlocks = sizeof(T) == 4 ? 1 : 2;
-#endif
+constexpr int kTopkBlocks = kSmallShared || sizeof(T) == 4 ? 1 : 2;
 
 template <class T>
 struct TopkShape {
@@ -306,7 +300,7 @@ __device__ __forceinline__ void topk_row(const kdtree_draft_topk_params &p, int 
     if (thread == 0) s.maxima_inbox[exchange & 1].announce(sizeof s.maxima[0], team_of().alone());
   };
   const bool padding =
-      !kMany && p.root_tokens != nullptr && !tree::is_live(p, cluster::id() / per_request);
+      !kMany && p.root_tokens != nullptr && !tree::is_live_request(p, cluster::id() / per_request);
   const auto part = part_of_row<T>(p, kMany ? s.row : cluster::id(), team_of());
 
   // A round takes tiles from all over the part, so that the first one is a fair sample.
@@ -456,7 +450,7 @@ __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<T>)
     cluster::arrive();
     topk_row<T, false>(p, per_request, true, dynamic, s);
   } else {
-    const auto live = [&](int64_t request) { return tree::is_live(p, request); };
+    const auto live = [&](int64_t request) { return tree::is_live_request(p, request); };
     if (threadIdx.x < 32) {
       const Share share = share_out(p.lead_dims[0], per_request, live);
       if (threadIdx.x == 0) {

@@ -13,6 +13,15 @@
 
 namespace kdtree::cuda {
 
+// Whether an SM of the architecture compiled for has 100 KB of shared memory; others have 164 or
+// more.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr bool kSmallShared = true;
+#else
+constexpr bool kSmallShared = false;
+#endif
+
 inline void check(cudaError_t error, const char *what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // a launch error is ours to report, once

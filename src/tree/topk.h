@@ -36,7 +36,7 @@ KDTREE_HD int64_t lead_offset(int ndim, const int64_t *dims, const int64_t *stri
 }
 
 // Whether a request is no padding, by its root token.
-KDTREE_HD bool is_live(const kdtree_draft_topk_params &p, int64_t request) {
+KDTREE_HD bool is_live_request(const kdtree_draft_topk_params &p, int64_t request) {
   return load_id(p.root_tokens, p.root_tokens_dtype, request) >= 0;
 }
 
